@@ -1,0 +1,44 @@
+"""Speech recognition for AMD GPUs, NVIDIA GPUs and plain CPUs.
+
+    import stapes
+    recognizer = stapes.load("base")
+    print(recognizer.transcribe("meeting.mp3").text)
+
+Importing this package is cheap: PyTorch is imported when a model is loaded, not before.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from stapes.errors import StapesError
+    from stapes.options import TranscribeOptions
+    from stapes.recognizer import Recognizer, load
+    from stapes.transcript import Segment, Transcript, Word
+
+__all__ = ["Recognizer", "Segment", "StapesError", "TranscribeOptions", "Transcript", "Word", "load"]
+
+_HOMES = {
+    "Recognizer": "stapes.recognizer",
+    "load": "stapes.recognizer",
+    "StapesError": "stapes.errors",
+    "TranscribeOptions": "stapes.options",
+    "Segment": "stapes.transcript",
+    "Transcript": "stapes.transcript",
+    "Word": "stapes.transcript",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        import importlib
+
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'stapes' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOMES])

@@ -1,0 +1,1 @@
+"""From files to 16 kHz samples, features and speech regions."""

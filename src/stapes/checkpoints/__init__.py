@@ -1,0 +1,1 @@
+"""Model files of every origin, and names for them."""

@@ -1,0 +1,1 @@
+"""The `stapes` command: one file a command."""

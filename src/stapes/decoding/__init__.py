@@ -1,0 +1,1 @@
+"""Token rules, searches and alignments: pure functions over tensors."""

@@ -1,0 +1,1 @@
+"""Find out what machine this is: the ground floor that knows vendors."""

@@ -1,0 +1,1 @@
+"""Engines, the scheduler that feeds them, and long recordings."""

@@ -1,0 +1,1 @@
+"""Neural networks in plain PyTorch, one model a file."""

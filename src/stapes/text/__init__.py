@@ -1,0 +1,1 @@
+"""Tokenizers, normalisers and subtitle writers."""
