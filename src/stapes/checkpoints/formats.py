@@ -1,0 +1,95 @@
+"""What every model format is turned into: one description, and tensors by our names, one at a time.
+
+Weights are never held twice. A reader yields a tensor, the loader converts it to the dtype and the device it will
+run in, and both forget the original before the next one is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from stapes.models.whisper import WhisperConfig
+
+# Parameter names, one row each: ours, Hugging Face's, openai/whisper's. A layer's rows are relative to the layer.
+_TOP_LEVEL = [
+    ("encoder.conv1.weight", "model.encoder.conv1.weight", "encoder.conv1.weight"),
+    ("encoder.conv1.bias", "model.encoder.conv1.bias", "encoder.conv1.bias"),
+    ("encoder.conv2.weight", "model.encoder.conv2.weight", "encoder.conv2.weight"),
+    ("encoder.conv2.bias", "model.encoder.conv2.bias", "encoder.conv2.bias"),
+    ("encoder.positions", "model.encoder.embed_positions.weight", "encoder.positional_embedding"),
+    ("encoder.norm.weight", "model.encoder.layer_norm.weight", "encoder.ln_post.weight"),
+    ("encoder.norm.bias", "model.encoder.layer_norm.bias", "encoder.ln_post.bias"),
+    ("decoder.embedding.weight", "model.decoder.embed_tokens.weight", "decoder.token_embedding.weight"),
+    ("decoder.positions", "model.decoder.embed_positions.weight", "decoder.positional_embedding"),
+    ("decoder.norm.weight", "model.decoder.layer_norm.weight", "decoder.ln.weight"),
+    ("decoder.norm.bias", "model.decoder.layer_norm.bias", "decoder.ln.bias"),
+]
+_ATTENTION = [
+    ("query.weight", "q_proj.weight", "query.weight"),
+    ("query.bias", "q_proj.bias", "query.bias"),
+    ("key.weight", "k_proj.weight", "key.weight"),
+    ("value.weight", "v_proj.weight", "value.weight"),
+    ("value.bias", "v_proj.bias", "value.bias"),
+    ("out.weight", "out_proj.weight", "out.weight"),
+    ("out.bias", "out_proj.bias", "out.bias"),
+]
+_MLP = [
+    ("mlp.up.weight", "fc1.weight", "mlp.0.weight"),
+    ("mlp.up.bias", "fc1.bias", "mlp.0.bias"),
+    ("mlp.down.weight", "fc2.weight", "mlp.2.weight"),
+    ("mlp.down.bias", "fc2.bias", "mlp.2.bias"),
+]
+
+
+def _norm(ours: str, huggingface: str, openai: str) -> list[tuple[str, str, str]]:
+    return [(f"{ours}.{part}", f"{huggingface}.{part}", f"{openai}.{part}") for part in ("weight", "bias")]
+
+
+def _under(ours: str, huggingface: str, openai: str, rows: list[tuple[str, str, str]]) -> list[tuple[str, str, str]]:
+    return [(f"{ours}.{a}", f"{huggingface}.{b}", f"{openai}.{c}") for a, b, c in rows]
+
+
+_ENCODER_LAYER = [
+    *_norm("attention_norm", "self_attn_layer_norm", "attn_ln"),
+    *_under("attention", "self_attn", "attn", _ATTENTION),
+    *_norm("mlp_norm", "final_layer_norm", "mlp_ln"),
+    *_MLP,
+]
+_DECODER_LAYER = [
+    *_ENCODER_LAYER,
+    *_norm("cross_attention_norm", "encoder_attn_layer_norm", "cross_attn_ln"),
+    *_under("cross_attention", "encoder_attn", "cross_attn", _ATTENTION),
+]
+
+
+def whisper_names(config: WhisperConfig) -> list[tuple[str, str, str]]:
+    """Every parameter of a Whisper as (our name, Hugging Face's, openai/whisper's)."""
+    rows = list(_TOP_LEVEL)
+    for i in range(config.encoder_layers):
+        rows += _under(f"encoder.layers.{i}", f"model.encoder.layers.{i}", f"encoder.blocks.{i}", _ENCODER_LAYER)
+    for i in range(config.decoder_layers):
+        rows += _under(f"decoder.layers.{i}", f"model.decoder.layers.{i}", f"decoder.blocks.{i}", _DECODER_LAYER)
+    return rows
+
+
+@dataclass(frozen=True)
+class WhisperCheckpoint:
+    """A Whisper on disk.
+
+    ``read`` yields (our parameter name, tensor on the CPU in the file's dtype), each parameter once.
+    ``alignment_heads`` are (decoder layer, head) pairs whose cross-attention follows the speech; None: not known.
+    ``suppress_tokens`` and ``begin_suppress_tokens`` are None where the format does not carry them.
+    """
+
+    name: str
+    path: Path
+    config: WhisperConfig
+    read: Callable[[], Iterator[tuple[str, Tensor]]]
+    tokenizer: Path | None
+    alignment_heads: tuple[tuple[int, int], ...] | None = None
+    suppress_tokens: tuple[int, ...] | None = None
+    begin_suppress_tokens: tuple[int, ...] | None = None

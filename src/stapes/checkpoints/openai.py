@@ -1,0 +1,68 @@
+"""Whisper as openai/whisper publishes it: one ``.pt`` file with ``dims`` and ``model_state_dict``."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stapes.checkpoints.formats import WhisperCheckpoint, whisper_names
+from stapes.errors import ModelError
+from stapes.models.whisper import WhisperConfig
+
+# Tensors are read in batches, the file mapped anew for each, so that its pages do not pile up in memory.
+_TENSORS_BETWEEN_REOPENS = 24
+
+
+def open_openai(path: Path, name: str | None = None) -> WhisperCheckpoint:
+    """Describe the model in ``path``. Only tensors and plain values are unpickled (``weights_only``)."""
+    dims = _load(path).get("dims")
+    if not isinstance(dims, dict):
+        raise ModelError(f"{path} has no 'dims': it is not an openai/whisper checkpoint")
+    try:
+        config = WhisperConfig(
+            mel_bins=dims["n_mels"],
+            vocab_size=dims["n_vocab"],
+            width=dims["n_audio_state"],
+            encoder_layers=dims["n_audio_layer"],
+            encoder_heads=dims["n_audio_head"],
+            decoder_layers=dims["n_text_layer"],
+            decoder_heads=dims["n_text_head"],
+            audio_context=dims["n_audio_ctx"],
+            text_context=dims["n_text_ctx"],
+        )
+    except KeyError as error:
+        raise ModelError(f"{path}: its 'dims' lack {error}; fetch the model again") from None
+    tokenizer = path.with_name("tokenizer.json")
+    return WhisperCheckpoint(
+        name=name or path.stem,
+        path=path,
+        config=config,
+        read=lambda: _read(path, config),
+        tokenizer=tokenizer if tokenizer.exists() else None,
+    )
+
+
+def _load(path: Path) -> dict[str, Any]:
+    try:
+        value = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except (pickle.UnpicklingError, RuntimeError, OSError, EOFError, ValueError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ModelError(f"{path} cannot be read as an openai/whisper checkpoint ({reason}); fetch it again") from None
+    if not isinstance(value, dict) or not isinstance(value.get("model_state_dict"), dict):
+        raise ModelError(f"{path} has no 'model_state_dict': it is not an openai/whisper checkpoint")
+    return value
+
+
+def _read(path: Path, config: WhisperConfig) -> Iterator[tuple[str, Tensor]]:
+    rows = [(ours, openai) for ours, _, openai in whisper_names(config)]
+    for first in range(0, len(rows), _TENSORS_BETWEEN_REOPENS):
+        state = _load(path)["model_state_dict"]
+        for ours, openai in rows[first : first + _TENSORS_BETWEEN_REOPENS]:
+            if openai not in state:
+                raise ModelError(f"{path} lacks the weights {openai}; fetch the model again")
+            yield ours, state.pop(openai)

@@ -1,0 +1,111 @@
+"""The one protocol between the scheduler and whatever runs a model.
+
+An engine encodes windows of at most 30 s and writes text for them in *slots*, which windows join and leave at any
+step. The scheduler never asks what is behind it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeRequest:
+    """One attempt at one window.
+
+    ``prompt``: every token before the first written one. ``sot_index``: where <|startoftranscript|> stands in it;
+    the no-speech probability is read there. ``max_initial_timestamp``: the highest timestamp index the window may
+    open with, -1 for any. ``key``: names the random numbers of this attempt, so that samples never depend on
+    neighbours. ``stop_loops``: end an attempt that repeats itself, and say so in its result.
+    """
+
+    prompt: tuple[int, ...]
+    sot_index: int
+    timestamps: bool
+    max_initial_timestamp: int = -1
+    temperature: float = 0.0
+    beam_size: int = 1
+    best_of: int = 1
+    patience: float = 1.0
+    length_penalty: float | None = None
+    suppressed: tuple[int, ...] = ()
+    key: tuple[int, ...] = ()
+    stop_loops: bool = True
+
+    @property
+    def candidates(self) -> int:
+        """How many texts are written side by side for the window."""
+        return self.beam_size if self.temperature == 0 else self.best_of
+
+    @property
+    def is_beam(self) -> bool:
+        """Beam search rather than independent candidates."""
+        return self.temperature == 0 and self.beam_size > 1
+
+
+@dataclass(frozen=True)
+class DecodeResult:
+    """What an attempt wrote: tokens without the end token, and how sure the model was of them."""
+
+    tokens: list[int]
+    avg_logprob: float
+    no_speech_prob: float
+    temperature: float
+    looped: bool
+
+
+@dataclass(frozen=True)
+class Alignment:
+    """Cross-attention scores of written tokens, before the softmax, for the heads that follow the speech.
+
+    ``scores`` (heads, tokens + 1, frames of 20 ms), float32: a row for every token and one for the end token.
+    ``probabilities`` (tokens,).
+    """
+
+    scores: np.ndarray
+    probabilities: np.ndarray
+
+
+class Engine(Protocol):
+    """Runs one model on one device. Not thread-safe: one thread drives it."""
+
+    @property
+    def encoder_batch(self) -> int:
+        """Windows that are best encoded together."""
+        ...
+
+    def encode(self, windows: Sequence[np.ndarray]) -> list[Any]:
+        """Encode windows of up to 30 s of 16 kHz samples. The handles stay valid until they are dropped."""
+        ...
+
+    def detect_language(self, encoded: Sequence[Any]) -> list[dict[str, float]]:
+        """Probability of each language the model knows, for each window."""
+        ...
+
+    def free_slots(self, request: DecodeRequest) -> int:
+        """How many windows with such a request could be admitted now."""
+        ...
+
+    def admit(self, requests: Sequence[DecodeRequest], encoded: Sequence[Any]) -> list[Any]:
+        """Put windows into slots and write their first tokens. All requests are of one kind (candidates, beam)."""
+        ...
+
+    def step(self, count: int) -> None:
+        """Write up to ``count`` more tokens in every slot."""
+        ...
+
+    def harvest(self) -> list[tuple[Any, DecodeResult]]:
+        """The slots that have ended since the last call. They stay occupied until released."""
+        ...
+
+    def align(self, slots: Sequence[Any], prompts: Sequence[Sequence[int]], texts: Sequence[Sequence[int]]) -> list[Alignment]:
+        """Read ``texts`` (token ids) behind ``prompts`` again in ended slots, for their times."""
+        ...
+
+    def release(self, slot: Any) -> None:
+        """Free a slot, ended or not."""
+        ...

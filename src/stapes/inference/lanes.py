@@ -1,0 +1,320 @@
+"""Decoder slots: rows of a batch that windows join and leave at every step.
+
+A *lane* holds slots of one kind: so many candidates each, searched by beam or written independently. A slot is a row
+of the cross-attention cache and, beside each other, its candidates' rows of the self-attention cache. Occupied rows
+are kept at the front, so that a step computes nothing for empty ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from stapes.decoding.loops import repeats
+from stapes.decoding.rules import RuleState, Vocabulary, apply_rules
+from stapes.decoding.sampling import counter_uniform, random_key, sample
+from stapes.inference.engine import DecodeRequest, DecodeResult
+from stapes.models.whisper import KeyValue, Whisper
+
+# How often the written tokens are looked at for repetition, in tokens.
+_LOOP_CHECK_EVERY = 8
+
+
+@dataclass(eq=False)
+class Slot:
+    """A window that is being written."""
+
+    lane: Lane
+    row: int
+    request: DecodeRequest
+    no_speech_prob: float
+    limit: int
+    ended: bool = False
+    finished: list[tuple[float, list[int]]] = field(default_factory=list)
+    loop_ends: dict[int, int] = field(default_factory=dict)  # candidate → tokens it had written when it was stopped
+    checked: int = 0
+
+
+class Lane:
+    """Slots of one kind, their caches, and the search over their candidates."""
+
+    def __init__(self, model: Whisper, vocabulary: Vocabulary, rows: int, group: int, beam: bool) -> None:
+        config = model.config
+        self.model, self.vocabulary = model, vocabulary
+        self.rows, self.group, self.beam = rows, group, beam
+        self.slots: list[Slot] = []
+        weight = model.decoder.positions
+        self.device = weight.device
+        heads, head = config.decoder_heads, config.width // config.decoder_heads
+
+        def cache(batch: int, positions: int) -> list[KeyValue]:
+            shape = (batch, heads, positions, head)
+            return [
+                (zeros(shape, weight.dtype, self.device), zeros(shape, weight.dtype, self.device))
+                for _ in range(config.decoder_layers)
+            ]
+
+        batch = rows * group
+        self.self_cache = cache(batch, config.text_context)
+        self.cross_cache = cache(rows, config.audio_context)
+        self.state = RuleState.empty(batch, self.device)
+        self.tokens = torch.zeros(batch, config.text_context, dtype=torch.int64, device=self.device)
+        self.positions = torch.zeros(batch, dtype=torch.int64, device=self.device)
+        self.logprobs = torch.zeros(batch, config.text_context, dtype=torch.float32, device=self.device)
+        self.sums = torch.zeros(batch, dtype=torch.float32, device=self.device)  # of the beams' log-probabilities
+        self.ended = torch.zeros(batch, dtype=torch.bool, device=self.device)
+        self.temperature = torch.zeros(batch, dtype=torch.float32, device=self.device)
+        self.keys = torch.zeros(batch, dtype=torch.int64, device=self.device)
+        self.suppressed = zeros((batch, vocabulary.size), torch.float32, self.device)
+        self.lengths = [0] * batch  # host copy of ``positions``: bounds what a step reads
+
+    @property
+    def free(self) -> int:
+        """Empty slots."""
+        return self.rows - len(self.slots)
+
+    def _range(self, slot: Slot) -> slice:
+        return slice(slot.row * self.group, (slot.row + 1) * self.group)
+
+    def admit(
+        self,
+        requests: Sequence[DecodeRequest],
+        cross: Sequence[KeyValue],
+        prefix: Sequence[KeyValue],
+        logits: Tensor,
+        no_speech: Sequence[float],
+        blank: Tensor,
+    ) -> list[Slot]:
+        """Occupy slots with windows whose prompts have been read, and choose their first tokens.
+
+        cross: per layer (windows, heads, 1500, head width). prefix: per layer, keys and values of the prompts,
+        padded at the end. logits: (windows, vocabulary), float32, of what follows each prompt.
+        """
+        slots = []
+        for i, request in enumerate(requests):
+            slot = Slot(self, len(self.slots), request, no_speech[i], self.tokens.shape[1] - len(request.prompt))
+            self.slots.append(slot)
+            slots.append(slot)
+            span, length = self._range(slot), len(request.prompt)
+            for layer, (keys, values) in enumerate(cross):
+                self.cross_cache[layer][0][slot.row] = keys[i]
+                self.cross_cache[layer][1][slot.row] = values[i]
+            for layer, (keys, values) in enumerate(prefix):
+                self.self_cache[layer][0][span, :, :length] = keys[i, :, :length]
+                self.self_cache[layer][1][span, :, :length] = values[i, :, :length]
+            self.state.reset(span, request.timestamps, request.max_initial_timestamp)
+            self.positions[span] = length
+            self.lengths[span] = [length] * self.group
+            self.sums[span] = 0.0
+            self.ended[span] = False
+            self.temperature[span] = request.temperature
+            self.keys[span] = torch.tensor([random_key(*request.key, i) for i in range(self.group)], device=self.device)
+            self.suppressed[span] = 0.0
+            self.suppressed[span, list(request.suppressed)] = float("-inf")
+        first = slots[0].row * self.group
+        self._choose(logits.repeat_interleave(self.group, dim=0), first, blank)
+        return slots
+
+    def step(self, blank: Tensor) -> None:
+        """Write one more token in every occupied slot."""
+        count = len(self.slots) * self.group
+        if not count:
+            return
+        decoder = self.model.decoder
+        positions = self.positions[:count, None]
+        span = min(max(self.lengths[:count]) + 1, self.tokens.shape[1])
+        mask = (torch.arange(span, device=self.device) <= positions)[:, None, None]
+        states, _ = decoder(
+            self.state.last[:count, None],
+            positions,
+            [(keys[:count], values[:count]) for keys, values in self.self_cache],
+            [(keys[: len(self.slots)], values[: len(self.slots)]) for keys, values in self.cross_cache],
+            mask,
+        )
+        # A slot that ended but is not released yet stays where it is.
+        self.positions[:count] = (self.positions[:count] + 1).clamp_max(self.tokens.shape[1] - 1)
+        self.lengths[:count] = [min(length + 1, self.tokens.shape[1] - 1) for length in self.lengths[:count]]
+        self._choose(decoder.logits(states[:, 0]).float(), 0, blank)
+
+    def _choose(self, logits: Tensor, first: int, blank: Tensor) -> None:
+        """Choose the next token of the candidates from ``first`` on, given their logits."""
+        span = slice(first, first + logits.shape[0])
+        state = RuleState(*(tensor[span] for tensor in self.state.fields()))
+        logits = apply_rules(logits, state, self.suppressed[span], blank, self.vocabulary)
+        if self.beam:
+            self._choose_beams(logits, state, span)
+        else:
+            self._choose_tokens(logits, state, span)
+
+    def _choose_tokens(self, logits: Tensor, state: RuleState, span: slice) -> None:
+        temperature = self.temperature[span]
+        tokens = logits.argmax(dim=-1)
+        if any(slot.request.temperature > 0 for slot in self.slots):
+            uniform = counter_uniform(self.keys[span], state.count)
+            drawn = sample(logits, temperature, uniform)
+            tokens = torch.where(temperature > 0, drawn, tokens)
+        chosen = logits.gather(1, tokens[:, None])[:, 0] - logits.logsumexp(dim=-1)
+        tokens = torch.where(self.ended[span], self.vocabulary.end, tokens)
+        self._write(tokens, chosen, state, span)
+        self.ended[span] |= tokens == self.vocabulary.end
+
+    def _write(self, tokens: Tensor, logprobs: Tensor, state: RuleState, span: slice) -> None:
+        at = state.count.clamp_max(self.tokens.shape[1] - 1)[:, None]
+        self.tokens[span].scatter_(1, at, tokens[:, None])
+        self.logprobs[span].scatter_(1, at, logprobs[:, None])
+        state.append(tokens, self.vocabulary)
+
+    def _choose_beams(self, logits: Tensor, state: RuleState, span: slice) -> None:
+        """openai/whisper's beam search: the best continuations that go on, and a list of those that ended."""
+        group = self.group
+        scores, tokens = logits.log_softmax(dim=-1).topk(group + 1)
+        totals = (self.sums[span, None] + scores).cpu().numpy()
+        choices = tokens.cpu().numpy()
+        counts = state.count.cpu().numpy()
+        written = self.tokens[span].cpu().numpy()
+        source = np.arange(logits.shape[0])
+        next_tokens = np.full(logits.shape[0], self.vocabulary.end)
+        sums = self.sums[span].cpu().numpy()
+        next_sums = sums.copy()
+        for slot in self.slots[span.start // group : span.stop // group]:
+            base = slot.row * group - span.start
+            if slot.ended:
+                continue
+            # All beams of a window that has written nothing are the same: look at one.
+            beams = group if counts[base] else 1
+            block = totals[base : base + beams]
+            kept, newly_ended = 0, []
+            for index in np.argsort(-block, axis=None, kind="stable"):
+                beam, choice = divmod(int(index), group + 1)
+                token, total = int(choices[base + beam, choice]), float(block[beam, choice])
+                if token == self.vocabulary.end:
+                    newly_ended.append((total, written[base + beam, : counts[base]].tolist()))
+                    continue
+                source[base + kept], next_tokens[base + kept], next_sums[base + kept] = base + beam, token, total
+                kept += 1
+                if kept == group:
+                    break
+            wanted = max(1, round(group * slot.request.patience))
+            slot.finished += newly_ended[: max(0, wanted - len(slot.finished))]
+            slot.ended = len(slot.finished) >= wanted
+        self._reorder(torch.from_numpy(source).to(self.device), span, state)
+        self.sums[span] = torch.from_numpy(next_sums).to(self.device)
+        gains = torch.from_numpy(next_sums - sums[source]).to(self.device)
+        self._write(torch.from_numpy(next_tokens).to(self.device), gains, state, span)
+
+    def _reorder(self, source: Tensor, span: slice, state: RuleState) -> None:
+        if torch.equal(source, torch.arange(len(source), device=source.device)):
+            return
+        state.reorder(source)
+        self.tokens[span] = self.tokens[span][source]
+        self.logprobs[span] = self.logprobs[span][source]
+        length = max(self.lengths[span])
+        for keys, values in self.self_cache:
+            keys[span, :, :length] = keys[span, :, :length][source]
+            values[span, :, :length] = values[span, :, :length][source]
+
+    def harvest(self) -> list[tuple[Slot, DecodeResult]]:
+        """Results of the slots that have ended."""
+        if not self.slots:
+            return []
+        count = len(self.slots) * self.group
+        ended = self.ended[:count].cpu().numpy()
+        counts = self.state.count[:count].cpu().numpy()
+        out = []
+        for slot in self.slots:
+            span = self._range(slot)
+            written = min(int(counts[span.start]), slot.limit)
+            if slot.request.stop_loops:
+                self._stop_loops(slot, written, ended)
+            if not self.beam:
+                slot.ended = all(ended[span.start + i] or i in slot.loop_ends for i in range(self.group))
+            if written >= slot.limit:
+                slot.ended = True
+            if slot.ended:
+                out.append((slot, self._result(slot, written)))
+        return out
+
+    def _stop_loops(self, slot: Slot, written: int, ended: np.ndarray) -> None:
+        """Look at the text as it stood every few tokens, so that the verdict does not depend on when we look."""
+        due = range(slot.checked + _LOOP_CHECK_EVERY, written + 1, _LOOP_CHECK_EVERY)
+        if not due:
+            return
+        slot.checked = due[-1]
+        span = self._range(slot)
+        # The other beams are variations of the best: one look is enough.
+        texts = self.tokens[span.start : span.start + 1 if self.beam else span.stop, :written].tolist()
+        for i, text in enumerate(texts):
+            if ended[span.start + i] or i in slot.loop_ends:
+                continue
+            for size in due:
+                if repeats(text[:size]):
+                    slot.loop_ends[i] = size
+                    self.ended[span.start + i] = True
+                    break
+        if self.beam and slot.loop_ends:
+            slot.ended = True
+
+    def _result(self, slot: Slot, written: int) -> DecodeResult:
+        candidates = [(total, tokens, False) for total, tokens in slot.finished]
+        if len(candidates) < self.group:
+            span = self._range(slot)
+            texts, logprobs = self.tokens[span, :written].tolist(), self.logprobs[span, :written].tolist()
+            unfinished = []
+            for i, (text, gains) in enumerate(zip(texts, logprobs, strict=True)):
+                size = slot.loop_ends.get(i, written)
+                if self.vocabulary.end in text[:size]:
+                    size = text.index(self.vocabulary.end)
+                unfinished.append((sum(gains[: size + 1]), text[:size], i in slot.loop_ends))
+            unfinished.sort(key=lambda candidate: -candidate[0])
+            candidates += unfinished[: self.group - len(candidates)]
+
+        def rank(candidate: tuple[float, list[int], bool]) -> float:
+            total, tokens, _ = candidate
+            alpha = slot.request.length_penalty
+            norm = max(1, len(tokens)) if alpha is None else ((5 + len(tokens)) / 6) ** alpha
+            return total / norm
+
+        total, tokens, looped = max(candidates, key=rank)
+        return DecodeResult(
+            tokens=tokens,
+            avg_logprob=total / (len(tokens) + 1),
+            no_speech_prob=slot.no_speech_prob,
+            temperature=slot.request.temperature,
+            looped=looped,
+        )
+
+    def release(self, slot: Slot) -> None:
+        """Free a slot; the last one moves into its place."""
+        last = self.slots.pop()
+        if last is slot:
+            return
+        source, target = self._range(last), self._range(slot)
+        length = max(self.lengths[source])
+        for keys, values in self.self_cache:
+            keys[target, :, :length] = keys[source, :, :length]
+            values[target, :, :length] = values[source, :, :length]
+        for keys, values in self.cross_cache:
+            keys[slot.row] = keys[last.row]
+            values[slot.row] = values[last.row]
+        for tensor in (
+            *self.state.fields(), self.tokens, self.logprobs, self.positions, self.sums, self.ended, self.temperature, self.keys,
+            self.suppressed,
+        ):
+            tensor[target] = tensor[source]
+        self.lengths[target] = self.lengths[source]
+        last.row = slot.row
+        self.slots[last.row] = last
+
+
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros whose memory is taken as it is first written.
+
+    On the CPU NumPy asks the system for pages that are zero already; the far ends of caches are seldom touched.
+    """
+    if device.type == "cpu" and dtype == torch.float32:
+        return torch.from_numpy(np.zeros(shape, dtype=np.float32))
+    return torch.zeros(shape, dtype=dtype, device=device)

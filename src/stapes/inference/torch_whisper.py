@@ -1,0 +1,160 @@
+"""Whisper on PyTorch: any device that PyTorch knows, AMD's and NVIDIA's GPUs alike."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from stapes.audio.features import log_mel_spectrogram, pad_windows
+from stapes.decoding.rules import Vocabulary
+from stapes.inference.engine import Alignment, DecodeRequest, DecodeResult
+from stapes.inference.lanes import Lane, Slot, zeros
+from stapes.inference.packed import can_pack, pack
+from stapes.models.whisper import KeyValue, Whisper
+
+
+class TorchWhisperEngine:
+    """Implements ``engine.Engine``. One lane of slots for each kind of request, made when it is first needed.
+
+    languages: code → token id. blank: ids that may not open a window (a space, the end). alignment_heads:
+    (decoder layer, head) pairs that follow the speech. slots: windows decoded together.
+    """
+
+    def __init__(
+        self,
+        model: Whisper,
+        vocabulary: Vocabulary,
+        languages: dict[str, int],
+        sot: int,
+        blank: Sequence[int],
+        alignment_heads: Sequence[tuple[int, int]],
+        slots: int,
+        encoder_batch: int,
+    ) -> None:
+        self.device = model.decoder.positions.device
+        self.dtype = model.decoder.positions.dtype
+        if self.device.type == "cpu" and self.dtype == torch.float32 and can_pack():
+            pack(model)
+        elif model.decoder.embedding.weight.dtype != self.dtype:
+            model.decoder.embedding.to(self.dtype)
+        self.model, self.vocabulary = model, vocabulary
+        self.languages, self.sot = languages, sot
+        self.slots = slots
+        self._encoder_batch = encoder_batch
+        self.heads: dict[int, list[int]] = {}
+        for layer, head in sorted(alignment_heads):
+            self.heads.setdefault(layer, []).append(head)
+        self.blank = torch.zeros(vocabulary.size, device=self.device)
+        self.blank[list(blank)] = float("-inf")
+        self.lanes: dict[tuple[int, bool], Lane] = {}
+
+    @property
+    def encoder_batch(self) -> int:
+        """Windows that are best encoded together."""
+        return self._encoder_batch
+
+    @torch.inference_mode()
+    def encode(self, windows: Sequence[np.ndarray]) -> list[Tensor]:
+        """Samples of up to 30 s each → the encoder's states (1500, width) of each."""
+        pcm = pad_windows(windows, self.device)
+        features = log_mel_spectrogram(pcm, self.model.config.mel_bins)
+        return list(self.model.encoder(features.to(self.dtype)).unbind())
+
+    @torch.inference_mode()
+    def detect_language(self, encoded: Sequence[Tensor]) -> list[dict[str, float]]:
+        """Probability of each language, from what the model would write after <|startoftranscript|>."""
+        cross = self.model.decoder.cross_keys_values(torch.stack(list(encoded)))
+        states, _, _ = self._read([[self.sot]] * len(encoded), cross)
+        logits = self.model.decoder.logits(states[:, 0]).float()
+        codes, ids = list(self.languages), list(self.languages.values())
+        return [dict(zip(codes, row, strict=True)) for row in logits[:, ids].softmax(dim=-1).tolist()]
+
+    def free_slots(self, request: DecodeRequest) -> int:
+        """Windows that could join now. Slots of many candidates are fewer, so that the caches stay as large."""
+        return self._lane(request).free
+
+    def _lane(self, request: DecodeRequest) -> Lane:
+        kind = (request.candidates, request.is_beam)
+        if kind not in self.lanes:
+            rows = max(1, self.slots // request.candidates)
+            self.lanes[kind] = Lane(self.model, self.vocabulary, rows, *kind)
+        return self.lanes[kind]
+
+    @torch.inference_mode()
+    def admit(self, requests: Sequence[DecodeRequest], encoded: Sequence[Tensor]) -> list[Slot]:
+        """Read the prompts of windows, put them into slots of one lane and write their first tokens."""
+        decoder = self.model.decoder
+        cross = decoder.cross_keys_values(torch.stack(list(encoded)))
+        states, prefix, _ = self._read([request.prompt for request in requests], cross)
+        index = torch.arange(len(requests), device=self.device)
+        ends = torch.tensor([len(request.prompt) - 1 for request in requests], device=self.device)
+        starts = torch.tensor([request.sot_index for request in requests], device=self.device)
+        logits = decoder.logits(states[index, ends]).float()
+        at_start = decoder.logits(states[index, starts]).float()
+        no_speech = at_start.softmax(dim=-1)[:, self.vocabulary.no_speech].tolist()
+        return self._lane(requests[0]).admit(requests, cross, prefix, logits, no_speech, self.blank)
+
+    def _read(
+        self, prompts: Sequence[Sequence[int]], cross: Sequence[KeyValue], heads: dict[int, list[int]] | None = None
+    ) -> tuple[Tensor, list[KeyValue], Tensor | None]:
+        """Run token sequences of different lengths, padded at the end, through the decoder."""
+        count = max(len(prompt) for prompt in prompts)
+        tokens = torch.full((len(prompts), count), self.vocabulary.end, dtype=torch.int64)
+        for row, prompt in zip(tokens, prompts, strict=True):
+            row[: len(prompt)] = torch.tensor(prompt)
+        config = self.model.config
+        shape = (len(prompts), config.decoder_heads, count, config.width // config.decoder_heads)
+        cache = [
+            (zeros(shape, self.dtype, self.device), zeros(shape, self.dtype, self.device))
+            for _ in range(config.decoder_layers)
+        ]
+        positions = torch.arange(count, device=self.device).expand(len(prompts), -1)
+        mask = torch.ones(count, count, dtype=torch.bool, device=self.device).tril()[None, None]
+        states, scores = self.model.decoder(tokens.to(self.device), positions, cache, cross, mask, heads)
+        return states, cache, scores
+
+    @torch.inference_mode()
+    def step(self, count: int) -> None:
+        """Write up to ``count`` more tokens in every slot."""
+        for _ in range(count):
+            for lane in self.lanes.values():
+                lane.step(self.blank)
+
+    @torch.inference_mode()
+    def harvest(self) -> list[tuple[Slot, DecodeResult]]:
+        """The slots that have ended, with their results; each stays occupied until it is released."""
+        return [found for lane in self.lanes.values() for found in lane.harvest()]
+
+    @torch.inference_mode()
+    def align(
+        self, slots: Sequence[Slot], prompts: Sequence[Sequence[int]], texts: Sequence[Sequence[int]]
+    ) -> list[Alignment]:
+        """Read texts again behind their prompts, all at once, and keep the scores of the heads that follow speech."""
+        if not slots:
+            return []
+        rows = [(slot.lane, slot.row) for slot in slots]
+        cross = [
+            (
+                torch.stack([lane.cross_cache[layer][0][row] for lane, row in rows]),
+                torch.stack([lane.cross_cache[layer][1][row] for lane, row in rows]),
+            )
+            for layer in range(self.model.config.decoder_layers)
+        ]
+        sequences = [[*prompt, *text, self.vocabulary.end] for prompt, text in zip(prompts, texts, strict=True)]
+        states, _, scores = self._read(sequences, cross, self.heads)
+        assert scores is not None
+        out = []
+        for i, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
+            # The state at the token before predicts a token; its attention is where that token is heard.
+            first, last = len(prompt) - 1, len(prompt) + len(text)
+            logits = self.model.decoder.logits(states[i, first : last - 1]).float()[:, : self.vocabulary.end]
+            chosen = logits.softmax(dim=-1).gather(1, torch.tensor(list(text), device=self.device)[:, None])[:, 0]
+            out.append(Alignment(scores[i, :, first:last].float().cpu().numpy(), chosen.cpu().numpy()))
+        return out
+
+    def release(self, slot: Slot) -> None:
+        """Free a slot, ended or not."""
+        slot.lane.release(slot)

@@ -1,0 +1,238 @@
+"""Whisper (Radford et al. 2022, https://arxiv.org/abs/2212.04356): the whole network, in plain PyTorch.
+
+An encoder turns 30 s of log-mel spectrogram into 1500 states; a decoder writes text from them, token by token.
+The decoder keeps no state: its caller owns the caches of keys and values, so that windows can share a batch, join
+it and leave it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class WhisperConfig:
+    """Sizes of the network. Those of every published checkpoint follow from its weights and its head counts."""
+
+    mel_bins: int
+    vocab_size: int
+    width: int
+    encoder_layers: int
+    encoder_heads: int
+    decoder_layers: int
+    decoder_heads: int
+    audio_context: int = 1500
+    text_context: int = 448
+
+    @property
+    def is_multilingual(self) -> bool:
+        """English-only models have one token fewer."""
+        return self.vocab_size >= 51865
+
+    @property
+    def languages(self) -> int:
+        """99 up to large-v2, 100 (with Cantonese) from large-v3 on, 1 for English-only models."""
+        return self.vocab_size - 51766 if self.is_multilingual else 1
+
+
+# Keys and values of one layer, each (rows, heads, positions, head width).
+KeyValue = tuple[Tensor, Tensor]
+
+
+class Attention(nn.Module):
+    """Multi-head attention; the key projection has no bias, as published."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.query = nn.Linear(width, width)
+        self.key = nn.Linear(width, width, bias=False)
+        self.value = nn.Linear(width, width)
+        self.out = nn.Linear(width, width)
+
+    def split(self, x: Tensor) -> Tensor:
+        """(batch, positions, width) → (batch, heads, positions, head width)."""
+        return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+
+    def keys_values(self, x: Tensor) -> KeyValue:
+        """Project states (batch, positions, width) into keys and values."""
+        return self.split(self.key(x)), self.split(self.value(x))
+
+    def attend(self, query: Tensor, key_value: KeyValue, mask: Tensor | None = None) -> Tensor:
+        """Weigh the values for queries (batch, heads, queries, head width) → (batch, queries, width)."""
+        out = F.scaled_dot_product_attention(query, *key_value, attn_mask=mask)
+        return self.out(out.transpose(1, 2).flatten(2))
+
+
+class MLP(nn.Module):
+    """Two linear layers around a GELU."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x)))
+
+
+class EncoderLayer(nn.Module):
+    """Self-attention and MLP, each behind a layer norm."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(width)
+        self.attention = Attention(width, heads)
+        self.mlp_norm = nn.LayerNorm(width)
+        self.mlp = MLP(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = self.attention_norm(x)
+        attention = self.attention
+        x = x + attention.attend(attention.split(attention.query(normed)), attention.keys_values(normed))
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class AudioEncoder(nn.Module):
+    """Two convolutions, sinusoidal positions, a stack of layers."""
+
+    def __init__(self, config: WhisperConfig) -> None:
+        super().__init__()
+        width = config.width
+        self.conv1 = nn.Conv1d(config.mel_bins, width, kernel_size=3, padding=1)
+        self.conv2 = nn.Conv1d(width, width, kernel_size=3, stride=2, padding=1)
+        self.positions = nn.Parameter(torch.empty(config.audio_context, width))  # sinusoids(…), read from the file
+        self.layers = nn.ModuleList(EncoderLayer(width, config.encoder_heads) for _ in range(config.encoder_layers))
+        self.norm = nn.LayerNorm(width)
+
+    def forward(self, mel: Tensor) -> Tensor:
+        """(batch, mel bins, 3000 frames of 10 ms) → (batch, 1500 states of 20 ms, width)."""
+        x = F.gelu(self.conv1(mel))
+        x = F.gelu(self.conv2(x)).transpose(1, 2)
+        x = x + self.positions
+        for layer in self.layers:
+            x = layer(x)
+        return self.norm(x)
+
+
+class DecoderLayer(nn.Module):
+    """Causal self-attention, attention over the encoder's states, MLP, each behind a layer norm."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(width)
+        self.attention = Attention(width, heads)
+        self.cross_attention_norm = nn.LayerNorm(width)
+        self.cross_attention = Attention(width, heads)
+        self.mlp_norm = nn.LayerNorm(width)
+        self.mlp = MLP(width)
+
+
+class TextDecoder(nn.Module):
+    """Token and position embeddings, a stack of layers; the output projection is the embedding itself."""
+
+    def __init__(self, config: WhisperConfig) -> None:
+        super().__init__()
+        width = config.width
+        # Not nn.Embedding(…): its random start, on the meta device, would import half of PyTorch's compiler.
+        self.embedding = nn.Embedding.from_pretrained(torch.empty(config.vocab_size, width), freeze=False)
+        self.positions = nn.Parameter(torch.empty(config.text_context, width))
+        self.layers = nn.ModuleList(DecoderLayer(width, config.decoder_heads) for _ in range(config.decoder_layers))
+        self.norm = nn.LayerNorm(width)
+        self.projection: nn.Module | None = None
+        """Stands in for the embedding as output projection where an engine has a faster one."""
+
+    def cross_keys_values(self, states: Tensor) -> list[KeyValue]:
+        """Keys and values of every layer for the encoder's states (rows, 1500, width)."""
+        return [layer.cross_attention.keys_values(states) for layer in self.layers]
+
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        self_cache: Sequence[KeyValue],
+        cross_cache: Sequence[KeyValue],
+        mask: Tensor,
+        attention_heads: Mapping[int, Sequence[int]] | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Read ``tokens`` and return the states they lead to.
+
+        tokens, positions: (batch, count), int64. Their keys and values are written into ``self_cache`` at
+        ``positions``. self_cache: per layer, (batch, heads, text context, head width). cross_cache: per layer,
+        (rows, heads, 1500, head width) with batch = rows × group: the candidates of one window are neighbours in
+        the batch and share a row. mask: (batch, 1, count, span) of what each token may look back at, True or 0
+        for yes; ``span`` bounds how far the cache is read. attention_heads: layer → heads whose scaled
+        cross-attention scores (before the softmax) are wanted.
+
+        Returns states (batch, count, width), normalised, ready for ``logits``; and the scores
+        (batch, heads wanted, count, 1500), or None.
+        """
+        batch, count = tokens.shape
+        span = mask.shape[-1]
+        rows = torch.arange(batch, device=tokens.device)[:, None]
+        x = self.embedding(tokens).to(self.positions.dtype) + self.positions[positions]
+        scores: list[Tensor] = []
+        for index, layer in enumerate(self.layers):
+            assert isinstance(layer, DecoderLayer)
+            normed = layer.attention_norm(x)
+            attention = layer.attention
+            keys, values = self_cache[index]
+            # (batch, count, heads, head width) at [row, :, position]: an in-place scatter, valid under CUDA graphs.
+            keys[rows, :, positions] = attention.key(normed).unflatten(-1, (attention.heads, -1))
+            values[rows, :, positions] = attention.value(normed).unflatten(-1, (attention.heads, -1))
+            query = attention.split(attention.query(normed))
+            x = x + attention.attend(query, (keys[:, :, :span], values[:, :, :span]), mask)
+
+            cross = layer.cross_attention
+            query = cross.query(layer.cross_attention_norm(x))
+            shared = query.reshape(cross_cache[index][0].shape[0], -1, query.shape[-1])  # (rows, group × count, width)
+            split = cross.split(shared)
+            if attention_heads and index in attention_heads:
+                heads = list(attention_heads[index])
+                score = split[:, heads] @ cross_cache[index][0][:, heads].transpose(-1, -2) / math.sqrt(split.shape[-1])
+                scores.append(score)
+            x = x + cross.attend(split, cross_cache[index]).reshape(batch, count, -1)
+            x = x + layer.mlp(layer.mlp_norm(x))
+        return self.norm(x), torch.cat(scores, dim=1) if scores else None
+
+    def logits(self, states: Tensor) -> Tensor:
+        """(…, width) → (…, vocabulary)."""
+        if self.projection is not None:
+            return self.projection(states)
+        return F.linear(states, self.embedding.weight.to(states.dtype))
+
+
+class Whisper(nn.Module):
+    """The encoder and the decoder."""
+
+    def __init__(self, config: WhisperConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.encoder = AudioEncoder(config)
+        self.decoder = TextDecoder(config)
+
+    def forward(self, mel: Tensor, tokens: Tensor) -> Tensor:
+        """Teacher-forced logits (batch, count, vocabulary) of ``tokens`` (batch, count) for ``mel`` (batch, bins, 3000)."""
+        batch, count = tokens.shape
+        config = self.config
+        head = config.width // config.decoder_heads
+        empty = mel.new_zeros(batch, config.decoder_heads, count, head)
+        cache = [(empty.clone(), empty.clone()) for _ in range(config.decoder_layers)]
+        positions = torch.arange(count, device=mel.device).expand(batch, -1)
+        mask = torch.ones(count, count, dtype=torch.bool, device=mel.device).tril()[None, None]
+        cross = self.decoder.cross_keys_values(self.encoder(mel))
+        states, _ = self.decoder(tokens, positions, cache, cross, mask)
+        return self.decoder.logits(states)
+
+
+def sinusoids(length: int, width: int) -> Tensor:
+    """Fixed position encodings (length, width): sines in the first half, cosines in the second."""
+    rates = torch.exp(-math.log(10_000) / (width // 2 - 1) * torch.arange(width // 2))
+    angles = torch.arange(length)[:, None] * rates
+    return torch.cat([angles.sin(), angles.cos()], dim=1)
