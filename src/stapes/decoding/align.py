@@ -345,12 +345,12 @@ def assign_words(
     offset: float = 0.0,
     last_speech: float = 0.0,
 ) -> float:
-    """Fill ``segment.words``, and let segment and words agree on where the segment begins and ends.
+    """Fill ``segment.words``, and let every segment begin and end with its words.
 
     ``groups``: the words of each segment. ``median``: their `median_duration`. ``offset``: where the window begins on
     the segments' clock; ``last_speech``: where the speech before these segments ended, on that clock. Returns that
     of the last segment. After openai/whisper: a first word longer than is likely after a pause is cut at its start,
-    and a segment's own timestamps are preferred where they make its first or last word shorter by half a second.
+    and a first or last word that runs more than half a second past the segment's own timestamp is cut there.
     """
     longest = 2 * median
     for segment, group in zip(segments, groups, strict=True):
@@ -368,12 +368,9 @@ def assign_words(
 
         if first.start + 0.5 < segment.start < first.end:
             first.start = max(first.start, min(first.end - median, segment.start))
-        else:
-            segment.start = first.start
         if last.start < segment.end < last.end - 0.5:
             last.end = min(last.end, max(last.start + median, segment.end))
-        else:
-            segment.end = last.end
+        segment.start, segment.end = first.start, last.end
         last_speech = segment.end
     return last_speech
 
