@@ -9,6 +9,7 @@ not look ahead, so a recording may arrive in pieces of any size.
 from __future__ import annotations
 
 import importlib.util
+import warnings
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -38,7 +39,7 @@ FRAMES_AT_ONCE = 512
 class SileroVad(nn.Module):
     """The network: a 256-point STFT magnitude, four convolutions, one LSTM step a frame, one output.
 
-    Parameters carry the names of the published weights, except for those of the LSTM.
+    Parameters carry the names of Silero's safetensors, except for those of the LSTM.
     """
 
     def __init__(self) -> None:
@@ -79,16 +80,18 @@ class SileroVad(nn.Module):
 
 
 def packaged_weights() -> Path:
-    """Path of the weights that the ``silero-vad`` package carries.
+    """Path of the weights that the ``silero-vad`` package carries, as TorchScript.
 
-    The package is located without importing it: the import pulls in much that is not needed here.
+    These are the ones in the package's ONNX files. Its ``silero_vad_16k.safetensors`` (in 6.2.1 to 6.2.3) is another
+    training of the same network, whose probabilities differ by up to 0.6 on clean speech; `load_network` reads it
+    too. The package is located without importing it: the import pulls in much that is not needed here.
 
     Raises:
         ModelError: the package or its weights are missing.
     """
     spec = importlib.util.find_spec("silero_vad")
     if spec is not None and spec.origin is not None:
-        path = Path(spec.origin).parent / "data" / "silero_vad_16k.safetensors"
+        path = Path(spec.origin).parent / "data" / "silero_vad.jit"
         if path.is_file():
             return path
     raise ModelError(
@@ -97,21 +100,38 @@ def packaged_weights() -> Path:
     )
 
 
+# Silero's parameter names -> ours: in its TorchScript (whose other half is a network for 8 kHz) and safetensors.
+_CONV = ("weight", "bias")
+_LSTM = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
+_TORCHSCRIPT_NAMES = {
+    "_model.stft.forward_basis_buffer": "stft_conv.weight",
+    **{f"_model.encoder.{i}.reparam_conv.{kind}": f"conv{i + 1}.{kind}" for i in range(4) for kind in _CONV},
+    **{f"_model.decoder.rnn.{name}": f"lstm.{name}_l0" for name in _LSTM},
+    **{f"_model.decoder.decoder.2.{kind}": f"final_conv.{kind}" for kind in _CONV},
+}
+_SAFETENSORS_NAMES = {f"lstm_cell.{name}": f"lstm.{name}_l0" for name in _LSTM}
+
+
 def load_network(weights: Path) -> SileroVad:
-    """Build the network from a safetensors file with Silero's parameter names.
+    """Build the network from one of Silero's files, ``.jit`` (only its weights are used) or ``.safetensors``.
 
     Raises:
         ModelError: the file cannot be read or does not hold these parameters.
     """
     network = SileroVad()
     try:
-        tensors = load_file(weights)
-        for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh"):
-            tensors[f"lstm.{name}_l0"] = tensors.pop(f"lstm_cell.{name}")
+        if weights.suffix == ".safetensors":
+            tensors = {_SAFETENSORS_NAMES.get(name, name): tensor for name, tensor in load_file(weights).items()}
+        else:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)  # of TorchScript, in which Silero publishes
+                published = torch.jit.load(weights, map_location="cpu").state_dict()
+            tensors = {ours: published[name] for name, ours in _TORCHSCRIPT_NAMES.items()}
         network.load_state_dict(tensors)
-    except (OSError, KeyError, RuntimeError, SafetensorError) as error:
+    except (OSError, KeyError, ValueError, RuntimeError, SafetensorError) as error:
+        reason = str(error).strip().splitlines()[0]
         raise ModelError(
-            f"{weights} does not hold the weights of Silero VAD for 16 kHz ({error}); reinstall silero-vad."
+            f"{weights} does not hold the weights of Silero VAD for 16 kHz ({reason}); reinstall silero-vad."
         ) from error
     return network.eval().requires_grad_(False)
 
@@ -143,7 +163,7 @@ class VoiceActivityDetector:
         """Load the weights.
 
         Args:
-            weights: a safetensors file; by default the one in the ``silero-vad`` package.
+            weights: a file of Silero's, see `load_network`; by default the one in the ``silero-vad`` package.
             threads: how many calls can run at the same time. Each runs on one core.
 
         Raises:
