@@ -236,11 +236,19 @@ def test_a_words_tail_in_the_full_stop_is_given_back():
     assert edges([w for w in words if w.word]) == [(" one.", 0.0, 1.0), (" two", 1.5, 2.5)]
 
 
+def test_pauses_are_found_in_steady_noise():
+    # 28 dB below the speech: louder than silence may be, but the quietest there is.
+    pcm = sound((0.5, 0.02), (0.5, 0.5), (0.4, 0.02), (0.6, 0.5), (0.5, 0.02))
+    words = words_of((" one", 0.3, 1.2), (" two.", 1.2, 2.4))
+    align.snap_to_energy(words, pcm, RATE)
+    assert edges(words) == [(" one", 0.5, 1.0), (" two.", 1.4, 2.0)]
+
+
 @pytest.mark.parametrize(
     ("name", "pcm"),
     [
         ("no pause", sound((2.5, 0.5))),
-        ("noise above the threshold", sound((1.0, 0.5), (0.4, 0.02), (1.1, 0.5))),
+        ("noise near the speech", sound((1.0, 0.5), (0.4, 0.1), (1.1, 0.5))),
         ("a stop consonant", sound((1.1, 0.5), (0.05, 0), (1.35, 0.5))),
         ("a pause too far away", sound((0.6, 0.5), (0.15, 0), (1.75, 0.5))),
         ("digital silence", sound((2.5, 0))),

@@ -46,11 +46,15 @@ _MEDIAN_OF_SEVEN = (
 SENTENCE_END_MARKS = ".。!！?？"
 
 # `snap_to_energy`. Silence is 40 dB below the loudest frame of the two seconds around, since speakers differ, but of
-# those 55 dB below the window's loudest at the least, or long pauses would be measured against themselves.
+# those 55 dB below the window's loudest at the least, or long pauses would be measured against themselves. Steady
+# noise louder than that is silence too: the quietest twentieth of the window and 6 dB more, up to 20 dB below the peak.
 LEVEL_FRAME_SECONDS = 0.01
 SILENCE_BELOW_PEAK_DB = 40.0
 PEAK_FRAMES = 200
 QUIETEST_PEAK_DB = 15.0
+NOISE_PERCENTILE = 5
+NOISE_MARGIN_DB = 6.0
+NOISE_BELOW_PEAK_DB = 20.0
 # Shorter silences may be the closure of a stop consonant inside a word.
 SHORTEST_PAUSE = 0.1
 # Farther than this from where attention put the edge, a pause is not that edge's.
@@ -283,17 +287,19 @@ def speech_frames(pcm: NDArray[np.floating], sample_rate: int) -> NDArray[np.boo
         return np.zeros(0, dtype=bool)
     level = 10 * np.log10(np.square(frames).mean(axis=1) + 1e-10)
     peak = F.max_pool1d(torch.from_numpy(level)[None], 2 * PEAK_FRAMES + 1, stride=1, padding=PEAK_FRAMES)[0].numpy()
-    return level >= np.maximum(peak, level.max() - QUIETEST_PEAK_DB) - SILENCE_BELOW_PEAK_DB
+    peak = np.maximum(peak, level.max() - QUIETEST_PEAK_DB)
+    noise = np.minimum(np.percentile(level, NOISE_PERCENTILE) + NOISE_MARGIN_DB, peak - NOISE_BELOW_PEAK_DB)
+    return level >= np.maximum(peak - SILENCE_BELOW_PEAK_DB, noise)
 
 
 def snap_to_energy(words: Sequence[WordTiming], pcm: NDArray[np.floating], sample_rate: int) -> None:
     """Move the edges of words beside a pause to where the sound ends and begins (in place).
 
-    ``pcm``: ``(samples,)``, the window the words are of. Attention divides time among tokens, so a pause always
-    belongs to some word or mark, and an edge lies anywhere in it. Between two words the longest silence counts that
-    reaches within EDGE_TOLERANCE of where attention saw one end or the other begin: the one then ends where the
-    silence begins, the other begins where it ends. Words without a silence between them, as in noise, keep their
-    edges. Order is kept and no word grows into another; none becomes shorter than SHORTEST_WORD.
+    ``pcm``: ``(samples,)``, the window the words are of. Attention divides all time among tokens, so that a pause
+    belongs to some word or mark and the edge may lie anywhere in it. Between two words the longest silence is taken
+    that reaches into the time from EDGE_TOLERANCE before the end of the one to EDGE_TOLERANCE after the start of the
+    other: the one then ends where the silence begins, the other begins where it ends. Words without a silence between
+    them keep their edges. Order is kept, no word grows into another, and none is cut shorter than SHORTEST_WORD.
     """
     speech = speech_frames(pcm, sample_rate)
     duration = len(speech) * LEVEL_FRAME_SECONDS
