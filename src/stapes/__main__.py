@@ -1,0 +1,5 @@
+"""``python -m stapes``."""
+
+from stapes.cli.main import main
+
+main()
