@@ -10,7 +10,6 @@ by default a synthetic signal with speech's rhythm and band. What has to come of
 
 from __future__ import annotations
 
-import io
 import os
 import struct
 import threading
@@ -18,16 +17,13 @@ import zipfile
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from fractions import Fraction
 from pathlib import Path
 from typing import Any, Literal
 
-import av
 import numpy as np
 import soundfile
-import soxr
+from recordings import RATE, encode, encoded, pcm16, resampled, signal, wav
 
-RATE = 16_000
 Expectation = Literal["works", "partial", "error"]
 Build = Callable[[Path, np.ndarray], Path]
 
@@ -60,76 +56,6 @@ def case(expect: Expectation, **properties: Any) -> Callable[[Build], Build]:
         return builder
 
     return register
-
-
-def signal(seconds: float = 3.0) -> np.ndarray:
-    """Float32 (samples,) at 16 kHz: a gliding voice of harmonics below 3 kHz, four syllables a second."""
-    time = np.arange(round(seconds * RATE)) / RATE
-    pitch = 130 + 30 * np.sin(2 * np.pi * 0.7 * time)
-    phase = 2 * np.pi * np.cumsum(pitch) / RATE
-    voice = sum(np.sin(k * phase) / k for k in range(1, 18))
-    syllables = np.clip(np.sin(2 * np.pi * 4 * time) + 0.4, 0, None) * (1 + 0.5 * np.sin(2 * np.pi * 0.31 * time))
-    return (0.12 * voice * syllables).astype(np.float32)
-
-
-def resampled(speech: np.ndarray, rate: int) -> np.ndarray:
-    return speech if rate == RATE else soxr.resample(speech, RATE, rate, quality="HQ")
-
-
-def wav(
-    data: bytes, *, rate: int = RATE, channels: int = 1, bits: int = 16, code: int = 1, size: int | None = None,
-    before: bytes = b"", after: bytes = b"",
-) -> bytes:  # fmt: skip
-    """A RIFF WAVE file; ``size`` overrides what the data chunk claims."""
-    block = channels * bits // 8
-    header = struct.pack("<HHIIHH", code, channels & 0xFFFF, rate, rate * block & 0xFFFFFFFF, block & 0xFFFF, bits)
-    size = len(data) if size is None else size
-    body = b"WAVE" + b"fmt " + struct.pack("<I", len(header)) + header + before
-    body += b"data" + struct.pack("<I", size) + data + after
-    return b"RIFF" + struct.pack("<I", min(len(body) + size - len(data), 0xFFFFFFFF)) + body
-
-
-def pcm16(speech: np.ndarray) -> bytes:
-    """Interleaved 16-bit samples of (samples,) or (channels, samples)."""
-    return (np.clip(speech.T, -1, 1) * 32767).round().astype("<i2").tobytes()
-
-
-def encode(
-    path: Path | io.BytesIO, speech: np.ndarray, codec: str, container: str, *, rate: int = RATE, bit_rate: int = 64000,
-    options: dict[str, str] | None = None, codec_options: dict[str, str] | None = None, tracks: int = 1,
-    video: bool = False, pts: Callable[[int], int] = lambda n: n,
-) -> None:  # fmt: skip
-    """Write ``speech``, (samples,) or (channels, samples) at 16 kHz, with PyAV. Tracks after the first are silent."""
-    samples = np.atleast_2d(np.stack([resampled(c, rate) for c in np.atleast_2d(speech)])).astype(np.float32)
-    layout = {1: "mono", 2: "stereo", 6: "5.1"}[len(samples)]
-    target = str(path) if isinstance(path, Path) else path
-    with av.open(target, "w", format=container, options=options or {}) as output:
-        picture = output.add_stream("mpeg4", rate=5) if video else None
-        streams: list[Any] = []
-        for _ in range(tracks):
-            stream = output.add_stream(codec, rate=rate, layout=layout, options=codec_options or {})
-            stream.bit_rate = bit_rate
-            streams.append(stream)
-        if picture is not None:
-            picture.width, picture.height, picture.pix_fmt = 64, 48, "yuv420p"
-            for _ in range(int(samples.shape[1] / rate * 5)):
-                output.mux(picture.encode(av.VideoFrame.from_ndarray(np.zeros((48, 64, 3), np.uint8), format="rgb24")))
-            output.mux(picture.encode())
-        for begin in range(0, samples.shape[1], 960):
-            for number, stream in enumerate(streams):
-                piece = np.ascontiguousarray(samples[:, begin : begin + 960]) * (number == 0)
-                frame = av.AudioFrame.from_ndarray(piece.astype(np.float32), format="fltp", layout=layout)
-                frame.sample_rate, frame.pts, frame.time_base = rate, pts(begin), Fraction(1, rate)
-                output.mux(stream.encode(frame))
-        for stream in streams:
-            output.mux(stream.encode())
-
-
-def encoded(speech: np.ndarray, codec: str, container: str, **how: Any) -> bytes:
-    """The same as bytes. The container is written without going back where it can be."""
-    buffer = io.BytesIO()
-    encode(buffer, speech, codec, container, **how)
-    return buffer.getvalue()
 
 
 def write(path: Path, data: bytes) -> Path:
@@ -177,6 +103,11 @@ def wav_data_size_zero(folder: Path, speech: np.ndarray) -> Path:
 @case("works")
 def wav_data_size_unknown(folder: Path, speech: np.ndarray) -> Path:
     return write(folder / "size-max.wav", wav(pcm16(speech), size=0xFFFFFFFF))
+
+
+@case("works")
+def wav_data_size_two_gigabytes(folder: Path, speech: np.ndarray) -> Path:
+    return write(folder / "size-2g.wav", wav(pcm16(speech), size=0x7FFFF000))
 
 
 @case("partial", keeps=0.6, says="truncated")
@@ -561,7 +492,7 @@ PNG = b"\x89PNG\r\n\x1a\n" + b"".join(
         (b"IHDR", struct.pack(">IIBBBBB", 1, 1, 8, 2, 0, 0, 0)),
         (b"IDAT", zlib.compress(bytes(4))),
         (b"IEND", b""),
-    )  # fmt: skip
+    )
 )
 
 

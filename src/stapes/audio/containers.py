@@ -40,6 +40,7 @@ _SEEKABLE_CODECS = {
 # Where the header says how long the audio is, and healthy files keep to it.
 _DECLARES_DURATION = {"flac", "mov", "matroska", "ogg", "tta", "ape", "wv", "caf", "tak"}
 _EXACT = {"flac", "tta", "ape", "wv", "tak", "caf"}
+_HEADER_SLACK = 64  # bytes; writers that count their header in make healthy files claim this much more
 _MAX_READ_FAILURES = 64  # in a row; FFmpeg repeats some errors for ever
 _MAX_PACKET_SECONDS = 1.0  # silence put in for one lost packet
 # Formats whose packets carry times that can be trusted over counting samples. Gaps become silence, so that what follows
@@ -101,8 +102,7 @@ class ContainerFrames:
             raise self._no_samples()
         self.rate, first = self._first
         self.channels = len(first)
-        estimate = self._estimate()
-        self.seconds = None if estimate is None else estimate + self._lead
+        self.seconds = self._estimate()
 
     # -- opening
 
@@ -153,7 +153,7 @@ class ContainerFrames:
 
     def _estimate(self) -> float | None:
         if self._stream.duration and self._stream.duration > 0:
-            return float(self._stream.duration * self._stream.time_base)
+            return float(self._stream.duration * self._stream.time_base) + self._lead
         if self._container.duration and self._container.duration > 0:
             return self._container.duration / av.time_base
         return None
@@ -319,7 +319,7 @@ class ContainerFrames:
         head, formats = self._reader.head, self._formats()
         size, tail = self._reader.tail(1 << 17) if self._reader.seekable() else (self._reader.total, b"")
         if formats & {"wav", "w64", "aiff", "au"}:
-            return _promised_bytes(head) > size
+            return _promised_bytes(head) > size + _HEADER_SLACK
         if "ogg" in formats and (at := tail.rfind(b"OggS")) >= 0:
             page = tail[at:]
             return len(page) < 27 or len(page) < 27 + page[26] + sum(page[27 : 27 + page[26]])
@@ -378,7 +378,8 @@ def _promised_bytes(head: bytes) -> int:
         if tag == b"ds64":
             long_size = int.from_bytes(head[at + 16 : at + 24], "little")
         if tag in (b"data", b"SSND"):
-            if size in (0, 0xFFFFFFFF):  # a recorder that never went back to fill it in
+            # A recorder that never went back to fill it in writes 0 or the largest it can (sox, arecord: 2 GiB).
+            if size == 0 or 0x7FFFF000 <= size <= 0x80000000 or size >= 0xFFFFF000:
                 size = long_size if size and long_size < 1 << 62 else 0
             return at + 8 + size if size else 0
         at += 8 + size + (size & 1)
