@@ -22,11 +22,17 @@ def test_the_first_signal_interrupts_and_the_second_would_kill(number: int) -> N
 
 def test_a_shielded_step_is_finished_first() -> None:
     steps: list[str] = []
-    with interruptible(), pytest.raises(KeyboardInterrupt), shielded():
+
+    def work() -> None:
         with shielded():
-            os.kill(os.getpid(), signal.SIGINT)
-            steps.append("inner")
-        steps.append("outer")
+            with shielded():
+                os.kill(os.getpid(), signal.SIGINT)
+                steps.append("inner")
+            steps.append("outer")
+        steps.append("never")
+
+    with interruptible(), pytest.raises(KeyboardInterrupt):
+        work()
     assert steps == ["inner", "outer"]
 
 

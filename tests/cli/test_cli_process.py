@@ -107,7 +107,7 @@ def test_a_terminal_gets_a_bar_in_audio_seconds_and_the_cursor_back(tmp_path: Pa
     out, _ = process.communicate(timeout=10)
     os.close(ours)
     assert process.returncode == 130
-    assert b"0:07 / 1:10 of audio" in shown
+    assert b"0:07 / 1:10 audio" in shown
     assert b"interrupted: 1 of 2 recordings" in shown
     assert shown.rfind(b"\x1b[?25h") > shown.rfind(b"\x1b[?25l")
     assert out == b"==> a.mp3 <==\nHello.\n\n"

@@ -241,9 +241,10 @@ class Reporter:
         if self.unit == "bytes":
             text = f"{self.done / 1e6:.1f} / {total / 1e6:.1f} MB"
         else:
-            text = f"{clock(self.done)} / {clock(total)} of audio"
+            text = f"{clock(self.done)} / {clock(total)} audio"
             if self.done > 0:
-                text += f" · {self.done / max(self.elapsed, 1e-6):.1f} × real time (RTF {self.elapsed / self.done:.3f})"
+                speed = self.done / max(self.elapsed, 1e-6)
+                text += f" · {speed:.1f} × real time (RTF {1 / speed:.3f})"
         return text if self.remaining is None else f"{text} · {clock(self.remaining)} left"
 
 
@@ -275,7 +276,7 @@ def _make_bar(reporter: Reporter, stream: TextIO | None) -> Bar:
     # stdout stays the caller's: rich would send it to stderr's console.
     bar = Progress(
         SpinnerColumn(),
-        Fraction(bar_width=20),
+        Fraction(bar_width=12),
         Summary(),
         console=Console(file=stream),
         transient=True,
