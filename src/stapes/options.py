@@ -167,8 +167,10 @@ class _Checker:
     def between(self, name: str, low: float, high: float) -> None:
         value = self.values[name]
         if value is not None and not (low <= value <= high):
-            bounds = f"between {low:g} and {high:g}" if math.isfinite(low) and math.isfinite(high) else (
-                f"at least {low:g}" if math.isfinite(low) else f"at most {high:g}"
+            bounds = (
+                f"between {low:g} and {high:g}"
+                if math.isfinite(low) and math.isfinite(high)
+                else (f"at least {low:g}" if math.isfinite(low) else f"at most {high:g}")
             )
             raise UsageError(f"--{name.replace('_', '-')} is {value}: it must be {bounds}")
 

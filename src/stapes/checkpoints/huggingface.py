@@ -22,7 +22,9 @@ def open_huggingface(folder: Path, name: str | None = None) -> WhisperCheckpoint
     """Describe the model in ``folder``. Raises ModelError when a file is missing or it is not a Whisper."""
     settings = read_json(folder / "config.json")
     if settings.get("model_type") != "whisper":
-        raise ModelError(f"{folder} holds a {settings.get('model_type', 'nameless')!r} model; only Whisper can be loaded")
+        raise ModelError(
+            f"{folder} holds a {settings.get('model_type', 'nameless')!r} model; only Whisper can be loaded"
+        )
     files = _weight_files(folder)
     try:
         config = WhisperConfig(
@@ -83,7 +85,9 @@ def _weight_files(folder: Path) -> list[Path]:
         return files
     pickles = list(folder.glob("pytorch_model*.bin"))
     if pickles:
-        raise ModelError(f"{folder} has only pickled weights ({pickles[0].name}), which can run code: convert to safetensors")
+        raise ModelError(
+            f"{folder} has only pickled weights ({pickles[0].name}), which can run code: convert to safetensors"
+        )
     raise ModelError(f"{folder} has no model.safetensors; fetch the model again")
 
 

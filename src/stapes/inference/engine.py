@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
+from torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,13 +61,12 @@ class DecodeResult:
 
 @dataclass(frozen=True)
 class Alignment:
-    """Cross-attention scores of written tokens, before the softmax, for the heads that follow the speech.
+    """Cross-attention scores of a text, before the softmax, for the heads that follow the speech.
 
-    ``scores`` (heads, tokens + 1, frames of 20 ms), float32: a row for every token and one for the end token.
-    ``probabilities`` (tokens,).
+    ``scores`` (heads, prompt + text + end tokens, frames of 20 ms), float32. ``probabilities`` (text tokens,).
     """
 
-    scores: np.ndarray
+    scores: Tensor
     probabilities: np.ndarray
 
 
@@ -102,7 +102,9 @@ class Engine(Protocol):
         """The slots that have ended since the last call. They stay occupied until released."""
         ...
 
-    def align(self, slots: Sequence[Any], prompts: Sequence[Sequence[int]], texts: Sequence[Sequence[int]]) -> list[Alignment]:
+    def align(
+        self, slots: Sequence[Any], prompts: Sequence[Sequence[int]], texts: Sequence[Sequence[int]]
+    ) -> list[Alignment]:
         """Read ``texts`` (token ids) behind ``prompts`` again in ended slots, for their times."""
         ...
 

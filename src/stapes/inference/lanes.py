@@ -301,7 +301,14 @@ class Lane:
             keys[slot.row] = keys[last.row]
             values[slot.row] = values[last.row]
         for tensor in (
-            *self.state.fields(), self.tokens, self.logprobs, self.positions, self.sums, self.ended, self.temperature, self.keys,
+            *self.state.fields(),
+            self.tokens,
+            self.logprobs,
+            self.positions,
+            self.sums,
+            self.ended,
+            self.temperature,
+            self.keys,
             self.suppressed,
         ):
             tensor[target] = tensor[source]

@@ -148,11 +148,11 @@ class TorchWhisperEngine:
         assert scores is not None
         out = []
         for i, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
-            # The state at the token before predicts a token; its attention is where that token is heard.
-            first, last = len(prompt) - 1, len(prompt) + len(text)
-            logits = self.model.decoder.logits(states[i, first : last - 1]).float()[:, : self.vocabulary.end]
+            # The state at the token before predicts a token.
+            first, count = len(prompt) - 1, len(prompt) + len(text) + 1
+            logits = self.model.decoder.logits(states[i, first : count - 2]).float()[:, : self.vocabulary.end]
             chosen = logits.softmax(dim=-1).gather(1, torch.tensor(list(text), device=self.device)[:, None])[:, 0]
-            out.append(Alignment(scores[i, :, first:last].float().cpu().numpy(), chosen.cpu().numpy()))
+            out.append(Alignment(scores[i, :, :count].float(), chosen.cpu().numpy()))
         return out
 
     def release(self, slot: Slot) -> None:

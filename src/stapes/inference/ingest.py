@@ -1,0 +1,247 @@
+"""Reads recordings ahead of the model: decodes them and finds their speech in worker threads.
+
+Only so much is read ahead, however many recordings there are and however long each is.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from stapes.audio.decode import AudioSource, open_audio
+from stapes.audio.features import SAMPLE_RATE
+from stapes.audio.vad import VoiceActivityDetector
+from stapes.errors import StapesError
+from stapes.inference.longform import Model, PackedRecording, Recording, SequentialRecording, Window
+from stapes.options import TranscribeOptions
+from stapes.progress import Progress
+
+_BACKLOG = 120 * SAMPLE_RATE
+"""Samples of one recording that may wait for the model."""
+
+_CHUNK = 20 * SAMPLE_RATE
+"""Samples that are handed on at once."""
+
+
+@dataclass(eq=False)
+class Job:
+    """One input on its way: a recording for each channel that is transcribed by itself."""
+
+    source: AudioSource
+    sample_rate: int | None
+    name: str
+    channels: list[Recording] = field(default_factory=list)
+    offset: float = 0.0
+    read: bool = False
+    error: str | None = None
+    warnings: list[str] = field(default_factory=list)
+    damaged: bool = False
+    estimate: float = 0.0
+    reported: float = 0.0
+    started: float = field(default_factory=time.perf_counter)
+
+    @property
+    def done(self) -> bool:
+        """Whether everything of it is transcribed, or it has failed."""
+        return self.read and all(recording.done for recording in self.channels)
+
+    @property
+    def duration(self) -> float:
+        """Seconds read so far."""
+        return max((recording.length for recording in self.channels), default=0) / SAMPLE_RATE
+
+
+def name_of(source: AudioSource) -> str:
+    """What messages call an input."""
+    if isinstance(source, np.ndarray):
+        return "<array>"
+    if isinstance(source, bytes | bytearray | memoryview):
+        return "<bytes>"
+    if isinstance(source, str | Path) or hasattr(source, "__fspath__"):
+        return str(source)
+    return str(getattr(source, "name", "<stream>"))
+
+
+class Ingest:
+    """Worker threads that read jobs in order and hand their windows to one scheduling thread."""
+
+    def __init__(
+        self,
+        inputs: Iterable[tuple[AudioSource, int | None]],
+        model: Model,
+        options: TranscribeOptions,
+        detector: VoiceActivityDetector | None,
+        progress: Progress,
+        *,
+        workers: int,
+        ahead: int,
+        max_seconds: float | None = None,
+    ) -> None:
+        self.model, self.options, self.detector, self.progress = model, options, detector, progress
+        self.max_seconds = max_seconds
+        self.ahead = ahead
+        self.changed = threading.Condition()
+        self.jobs: list[Job] = []
+        self._inputs: Iterator[tuple[AudioSource, int | None]] = iter(inputs)
+        self._exhausted = False
+        self._stopped = False
+        self._failure: BaseException | None = None
+        self.threads = [threading.Thread(target=self._work, daemon=True, name=f"ingest-{i}") for i in range(workers)]
+        for thread in self.threads:
+            thread.start()
+
+    # The scheduling thread.
+
+    def take(self) -> Window | None:
+        """The next window that is ready, of the earliest job that has one."""
+        with self.changed:
+            jobs = list(self.jobs)
+        for job in jobs:
+            for recording in job.channels:
+                window = recording.take()
+                if window is not None:
+                    self._notify()
+                    return window
+        return None
+
+    def finished(self) -> list[Job]:
+        """Jobs that are done; each is returned once."""
+        with self.changed:
+            done = [job for job in self.jobs if job.done]
+            if done:
+                self.jobs = [job for job in self.jobs if job not in done]
+                self.changed.notify_all()
+            if self._failure is not None:
+                raise self._failure
+            return done
+
+    @property
+    def over(self) -> bool:
+        """Whether no job is left or will come."""
+        with self.changed:
+            return self._exhausted and not self.jobs
+
+    def wait(self, seconds: float) -> None:
+        """Sleep until something may have changed."""
+        with self.changed:
+            self.changed.wait(seconds)
+
+    def stop(self) -> None:
+        """Give up: threads end at their next chunk."""
+        with self.changed:
+            self._stopped = True
+            self.changed.notify_all()
+
+    def _notify(self) -> None:
+        with self.changed:
+            self.changed.notify_all()
+
+    # The worker threads.
+
+    def _work(self) -> None:
+        while True:
+            try:
+                job = self._next_job()
+            except BaseException as error:  # the caller's iterator failed: the scheduling thread must hear of it
+                with self.changed:
+                    self._failure, self._exhausted = error, True
+                    self.changed.notify_all()
+                return
+            if job is None:
+                return
+            try:
+                self._read(job)
+            except StapesError as error:
+                job.error = str(error)
+            except Exception as error:  # one bad input must never stop the others
+                job.error = f"{job.name}: reading failed unexpectedly ({type(error).__name__}: {error})"
+            with self.changed:
+                job.read = True
+                self.changed.notify_all()
+
+    def _next_job(self) -> Job | None:
+        with self.changed:
+            while len(self.jobs) >= self.ahead and not self._stopped:
+                self.changed.wait()
+            if self._stopped or self._exhausted:
+                return None
+            try:
+                source, sample_rate = next(self._inputs)
+            except StopIteration:
+                self._exhausted = True
+                self.changed.notify_all()
+                return None
+            job = Job(source, sample_rate, name_of(source))
+            self.jobs.append(job)
+            return job
+
+    def _read(self, job: Job) -> None:
+        clips = self.options.clips()
+        start, end = clips[0][0], clips[-1][1]
+        job.offset = start
+        stream = open_audio(
+            job.source,
+            sample_rate=job.sample_rate,
+            start=start,
+            end=end,
+            channels=self.options.channels,
+            max_seconds=self.max_seconds,
+        )
+        job.name = stream.name
+        with stream:
+            job.estimate = stream.duration or 0.0
+            self.progress.add_total(job.estimate)
+            samples = [
+                (round((a - start) * SAMPLE_RATE), None if b is None else round((b - start) * SAMPLE_RATE))
+                for a, b in clips
+            ]
+            walk = self.options.vad and not self.options.condition_on_previous_text
+            make: Callable[..., Recording] = PackedRecording if walk else SequentialRecording
+            recordings = [make(self.model, self.options, samples) for _ in range(stream.channels)]
+            states: list[Any] = [self.detector.state() for _ in recordings] if self.detector else []
+            with self.changed:
+                job.channels = recordings
+            try:
+                for chunk in _regroup(stream):
+                    if not self._hand_over(job, chunk, states, final=False):
+                        return
+            finally:
+                job.warnings, job.damaged = stream.warnings, stream.damaged
+                # What was read before a failure is transcribed all the same.
+                self._hand_over(job, np.zeros((len(recordings), 0), dtype=np.float32), states, final=True)
+
+    def _hand_over(self, job: Job, chunk: np.ndarray, states: list[Any], final: bool) -> bool:
+        """Find speech in the next samples and hand both to the recordings. False: stopped."""
+        probabilities: list[np.ndarray | None] = [None] * len(job.channels)
+        if self.detector is not None:
+            probabilities = list(self.detector.probabilities(states, list(chunk), final=final))
+        for recording, samples, probability in zip(job.channels, chunk, probabilities, strict=True):
+            if final:
+                recording.finish(probability)
+            else:
+                recording.feed(samples, probability)
+        with self.changed:
+            self.changed.notify_all()
+            while not final and not self._stopped and min(r.backlog for r in job.channels) > _BACKLOG:
+                self.changed.wait()
+            return not self._stopped
+
+
+def _regroup(stream: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
+    """Chunks (channels, samples) of any size as chunks of a good size."""
+    held: list[np.ndarray] = []
+    size = 0
+    for chunk in stream:
+        held.append(chunk)
+        size += chunk.shape[1]
+        if size >= _CHUNK:
+            yield np.concatenate(held, axis=1)
+            held, size = [], 0
+    if held:
+        yield np.concatenate(held, axis=1)

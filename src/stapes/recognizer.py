@@ -1,0 +1,350 @@
+"""The public object: ``load`` a model, ``transcribe`` recordings."""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stapes.audio.decode import AudioSource
+from stapes.audio.vad import VoiceActivityDetector
+from stapes.checkpoints import catalog
+from stapes.checkpoints.formats import WhisperCheckpoint
+from stapes.checkpoints.load import load_whisper, open_checkpoint
+from stapes.decoding.rules import Vocabulary
+from stapes.devices.backend import Device, choose_dtype, resolve
+from stapes.errors import ModelError, UsageError
+from stapes.inference.ingest import Ingest, Job
+from stapes.inference.longform import Model
+from stapes.inference.scheduler import Scheduler
+from stapes.inference.torch_whisper import TorchWhisperEngine
+from stapes.options import Backend, Precision, TranscribeOptions
+from stapes.progress import Progress, Silent
+from stapes.text.tokenizers import WhisperTokenizer, language_code
+from stapes.transcript import Segment, Transcript
+
+
+def load(
+    model: str | Path | None = None,
+    device: str = "auto",
+    precision: Precision = "auto",
+    backend: Backend = "auto",
+    *,
+    max_vram: str | None = None,
+    threads: int | None = None,
+    model_dir: str | Path | None = None,
+    offline: bool = False,
+    batch_size: int | None = None,
+    task: str = "transcribe",
+    language: str | None = None,
+    progress: Progress | None = None,
+) -> Recognizer:
+    """Load a model.
+
+    model: a name (``stapes models`` lists them), a Hugging Face id, a folder or a ``.pt`` file; None chooses for the
+    device, ``task`` and ``language``. threads: CPU threads of PyTorch. batch_size: windows decoded together.
+    Raises ModelError, DeviceError and UsageError.
+    """
+    progress = progress or Silent()
+    if backend == "onnx":
+        raise UsageError("--backend onnx: ONNX models cannot be run yet; use --backend torch")
+    if threads is not None:
+        if threads < 1:
+            raise UsageError(f"--threads is {threads}: give 1 or more")
+        torch.set_num_threads(threads)
+    where = resolve(device)
+    dtype = choose_dtype(precision, where)
+    name, location = _find(model, where, task, language, model_dir, offline, progress)
+    checkpoint = open_checkpoint(location.path, name, location.parts)
+    tokenizer = _tokenizer(checkpoint, model_dir)
+    network = load_whisper(checkpoint, dtype, where.torch)
+    slots = batch_size or _default_slots(where)
+    config = checkpoint.config
+    heads = checkpoint.alignment_heads or tuple(
+        (layer, head)
+        for layer in range(config.decoder_layers // 2, config.decoder_layers)
+        for head in range(config.decoder_heads)
+    )
+    begin = checkpoint.begin_suppress_tokens
+    engine = TorchWhisperEngine(
+        network,
+        Vocabulary(
+            end=tokenizer.eot,
+            no_speech=tokenizer.no_speech,
+            no_timestamps=tokenizer.no_timestamps,
+            timestamp_begin=tokenizer.timestamp_begin,
+            size=config.vocab_size,
+        ),
+        tokenizer.language_ids,
+        tokenizer.sot,
+        begin if begin is not None else (*tokenizer.encode(" "), tokenizer.eot),
+        heads,
+        slots,
+        encoder_batch=1 if where.backend == "cpu" else min(8, slots),
+    )
+    return Recognizer(name, checkpoint, tokenizer, engine, where)
+
+
+def _find(
+    model: str | Path | None,
+    device: Device,
+    task: str,
+    language: str | None,
+    model_dir: str | Path | None,
+    offline: bool,
+    progress: Progress,
+) -> tuple[str, catalog.Location]:
+    translate = task == "translate"
+    if model is None:
+        name = catalog.choose_default(device.memory, translate, language, model_dir)
+        found = catalog.find(name, model_dir)
+        if found is None:
+            other = catalog.choose_installed(name, translate, language, model_dir)
+            if other is not None:
+                progress.note(
+                    f"the default model {name} is not on this machine: using {other}; `stapes models pull {name}`"
+                )
+                name, found = other, catalog.find(other, model_dir)
+    else:
+        name = str(model)
+        found = catalog.find(name, model_dir)
+    if found is None:
+        if catalog.repository_of(name) is None:
+            raise ModelError(f"There is no model named {name!r} and no such file; {catalog.THREE_WAYS}")
+        if not catalog.is_offline(offline):
+            progress.note(f"{name} is not on this machine: downloading it")
+        found = catalog.Location(catalog.pull(name, model_dir, None, offline))
+    label = name if name in catalog.KNOWN or catalog.repository_of(name) else found.path.name
+    return label, found
+
+
+def _tokenizer(checkpoint: WhisperCheckpoint, model_dir: str | Path | None) -> WhisperTokenizer:
+    """The model's own tokenizer; a bare ``.pt`` borrows that of a model with the same vocabulary."""
+    vocab_size = checkpoint.config.vocab_size
+    if checkpoint.tokenizer is not None:
+        return WhisperTokenizer.from_file(checkpoint.tokenizer, vocab_size=vocab_size)
+    for name in catalog.KNOWN:
+        known = catalog.KNOWN[name]
+        location = catalog.find(name, model_dir)
+        if location is None or known.languages != checkpoint.config.languages or location.path.is_file():
+            continue
+        file = location.path / "tokenizer.json"
+        if file.exists():
+            return WhisperTokenizer.from_file(file, vocab_size=vocab_size)
+    raise ModelError(
+        f"{checkpoint.path} comes without a tokenizer.json: put the one of the same size from Hugging Face beside it"
+    )
+
+
+def _default_slots(device: Device) -> int:
+    if device.memory is None:
+        return 8
+    return 16 if device.memory < 12 << 30 else 48
+
+
+class Recognizer:
+    """A loaded model. One call at a time uses it; others wait their turn."""
+
+    def __init__(
+        self,
+        name: str,
+        checkpoint: WhisperCheckpoint,
+        tokenizer: WhisperTokenizer,
+        engine: TorchWhisperEngine,
+        device: Device,
+    ) -> None:
+        self.name, self.device = name, device
+        self.config = checkpoint.config
+        self.tokenizer, self.engine = tokenizer, engine
+        self._suppressed = checkpoint.suppress_tokens
+        self._detector: VoiceActivityDetector | None = None
+        self._lock = threading.Lock()
+
+    def transcribe(
+        self,
+        audio: AudioSource,
+        options: TranscribeOptions | None = None,
+        *,
+        sample_rate: int | None = None,
+        progress: Progress | None = None,
+        **changes: Any,
+    ) -> Transcript:
+        """Transcribe one recording.
+
+        audio: a path, ``"-"`` for standard input, bytes, a file object, or samples with ``sample_rate``. Options come
+        as one object or by name (``word_timestamps=True``). Raises AudioError when the recording cannot be read;
+        damaged ones give what could be read, with ``warnings``.
+        """
+        from stapes.errors import AudioError
+
+        (transcript,) = self._run([(audio, sample_rate)], _options(options, changes), progress, workers=1)
+        if transcript.error is not None:
+            raise AudioError(transcript.error)
+        return transcript
+
+    def transcribe_many(
+        self,
+        audio: Iterable[AudioSource],
+        options: TranscribeOptions | None = None,
+        *,
+        sample_rate: int | None = None,
+        progress: Progress | None = None,
+        **changes: Any,
+    ) -> Iterator[Transcript]:
+        """Transcribe recordings together; yield each as it is done, in any order.
+
+        ``path`` tells which it is. A recording that fails is yielded with ``error`` set and stops no other. Closing
+        the iterator cancels what is left.
+        """
+        inputs = ((source, sample_rate) for source in audio)
+        yield from self._run(inputs, _options(options, changes), progress, workers=_workers())
+
+    def close(self) -> None:
+        """Let go of the model and its memory."""
+        self.engine.lanes.clear()
+        if self.device.backend != "cpu":
+            torch.cuda.empty_cache()
+
+    def __enter__(self) -> Recognizer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _run(
+        self,
+        inputs: Iterable[tuple[AudioSource, int | None]],
+        options: TranscribeOptions,
+        progress: Progress | None,
+        workers: int,
+    ) -> Iterator[Transcript]:
+        options = self._check(options)
+        progress = progress or Silent()
+        if options.vad and self._detector is None:
+            self._detector = VoiceActivityDetector(threads=_workers())
+        model = Model(self.tokenizer, self.config.text_context, self._suppress(options))
+        with self._lock:
+            ingest = Ingest(
+                inputs,
+                model,
+                options,
+                self._detector if options.vad else None,
+                progress,
+                workers=workers,
+                ahead=2 * self.engine.slots + workers,
+            )
+            try:
+                for job in Scheduler(self.engine).run(ingest):
+                    yield self._transcript(job, progress)
+            finally:
+                ingest.stop()
+
+    def _check(self, options: TranscribeOptions) -> TranscribeOptions:
+        """Refuse what this model cannot do, before any work is done."""
+        language = options.language
+        if language is not None:
+            language = language_code(language)
+            self.tokenizer.language_id(language)
+        elif not self.tokenizer.is_multilingual:
+            language = "en"
+        if options.task == "translate":
+            if not self.tokenizer.is_multilingual:
+                raise UsageError(
+                    f"{self.name} knows English only and cannot translate: use base, small, medium or large-v3"
+                )
+            if self.config.decoder_layers < self.config.encoder_layers:
+                raise UsageError(f"{self.name} was not trained to translate: use base, small, medium or large-v3")
+        if options.batch_size is not None and options.batch_size != self.engine.slots:
+            self.engine.lanes.clear()
+            self.engine.slots = options.batch_size
+        return replace(options, language=language)
+
+    def _suppress(self, options: TranscribeOptions) -> tuple[int, ...]:
+        ids: set[int] = set()
+        for token in options.suppressed_ids():
+            if token == -1:
+                ids.update(self._suppressed if self._suppressed is not None else self.tokenizer.non_speech_tokens())
+            elif 0 <= token < self.config.vocab_size:
+                ids.add(token)
+            else:
+                raise UsageError(
+                    f"--suppress-tokens has {token}: this model's tokens go up to {self.config.vocab_size - 1}"
+                )
+        tokenizer = self.tokenizer
+        # Never text, whatever the user asks: openai/whisper suppresses these too.
+        ids |= {tokenizer.transcribe, tokenizer.translate, tokenizer.sot, tokenizer.sot_prev, tokenizer.sot_lm}
+        ids.add(tokenizer.no_speech)
+        return tuple(sorted(ids))
+
+    def _transcript(self, job: Job, progress: Progress) -> Transcript:
+        recordings = job.channels
+        progress.advance(job.duration - job.reported)
+        progress.add_total(job.duration - job.estimate)
+        segments: list[Segment] = []
+        for number, recording in enumerate(recordings, 1):
+            for segment in recording.sorted_segments():
+                segment.speaker = f"Speaker {number}" if len(recordings) > 1 else None
+                segments.append(segment)
+        if len(recordings) > 1:
+            segments.sort(key=lambda segment: (segment.start, segment.end))
+        for index, segment in enumerate(segments):
+            _shift(segment, job.offset)
+            segment.id = index
+        first = max(recordings, key=lambda recording: len(recording.segments), default=None)
+        warnings = list(job.warnings)
+        if job.error is not None and segments:
+            warnings.append(job.error)
+        silent = [recording.skipped() for recording in recordings]
+        return Transcript(
+            text="".join(segment.text for segment in segments).strip() if len(recordings) < 2 else _dialogue(segments),
+            language=first.language if first else None,
+            language_probability=first.language_probability if first else None,
+            duration=job.duration + job.offset if recordings else 0.0,
+            segments=segments,
+            error=job.error if not segments else None,
+            path=job.name,
+            model=self.name,
+            timings={"total": time.perf_counter() - job.started},
+            skipped=[(a + job.offset, b + job.offset) for a, b in silent[0]] if len(silent) == 1 else [],
+            warnings=warnings,
+            damaged=job.damaged or (job.error is not None and bool(segments)),
+        )
+
+
+def _shift(segment: Segment, seconds: float) -> None:
+    segment.seek += round(seconds * 100)
+    segment.start += seconds
+    segment.end += seconds
+    for word in segment.words or []:
+        word.start += seconds
+        word.end += seconds
+
+
+def _dialogue(segments: list[Segment]) -> str:
+    """The text of speakers in turn, a line each."""
+    lines: list[str] = []
+    for before, segment in zip([None, *segments], segments, strict=False):
+        if before is not None and before.speaker == segment.speaker:
+            lines[-1] += segment.text
+        else:
+            lines.append(f"{segment.speaker}:{segment.text}")
+    return "\n".join(line.strip() for line in lines)
+
+
+def _options(options: TranscribeOptions | None, changes: dict[str, Any]) -> TranscribeOptions:
+    try:
+        return replace(options or TranscribeOptions(), **changes)
+    except TypeError as error:
+        found = re.search(r"'(\w+)'", str(error))
+        raise UsageError(f"There is no option {found[1] if found else error}") from None
+
+
+def _workers() -> int:
+    return max(1, min(4, os.cpu_count() or 1))
