@@ -234,6 +234,11 @@ def eight_channels(folder: Path, speech: np.ndarray) -> Path:
     return folder / "eight.flac"
 
 
+@case("works")
+def seven_one_planar(folder: Path, speech: np.ndarray) -> Path:
+    return _m4a(folder / "film.m4a", np.stack([speech] * 8), bit_rate=384000)
+
+
 @case("error", says="channels")
 def three_hundred_channels(folder: Path, speech: np.ndarray) -> Path:
     return write(folder / "many.wav", wav(pcm16(speech) * 2, channels=300))

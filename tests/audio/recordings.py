@@ -55,7 +55,7 @@ def encode(
 ) -> None:  # fmt: skip
     """Write ``speech``, (samples,) or (channels, samples) at 16 kHz, with PyAV. Tracks after the first are silent."""
     samples = np.atleast_2d(np.stack([resampled(c, rate) for c in np.atleast_2d(speech)])).astype(np.float32)
-    layout = {1: "mono", 2: "stereo", 6: "5.1"}[len(samples)]
+    layout = {1: "mono", 2: "stereo", 6: "5.1", 8: "7.1"}[len(samples)]
     target = str(path) if isinstance(path, Path) else path
     with av.open(target, "w", format=container, options=options or {}) as output:
         picture = output.add_stream("mpeg4", rate=5) if video else None
@@ -71,8 +71,8 @@ def encode(
             output.mux(picture.encode())
         for begin in range(0, samples.shape[1], 960):
             for number, stream in enumerate(streams):
-                piece = np.ascontiguousarray(samples[:, begin : begin + 960]) * (number == 0)
-                frame = av.AudioFrame.from_ndarray(piece.astype(np.float32), format="fltp", layout=layout)
+                piece = np.ascontiguousarray(samples[:, begin : begin + 960].T).reshape(1, -1) * np.float32(number == 0)
+                frame = av.AudioFrame.from_ndarray(piece, format="flt", layout=layout)
                 frame.sample_rate, frame.pts, frame.time_base = rate, pts(begin), Fraction(1, rate)
                 output.mux(stream.encode(frame))
         for stream in streams:

@@ -386,18 +386,27 @@ def _promised_bytes(head: bytes) -> int:
     return 0
 
 
+_DTYPES = {"u8": np.uint8, "s16": np.int16, "s32": np.int32, "s64": np.int64, "flt": np.float32, "dbl": np.float64}
+
+
 def _to_float(frame: Any) -> np.ndarray:
-    """A decoded frame as float32 (channels, samples); integers become fractions of full scale."""
-    samples = frame.to_ndarray()
-    if not frame.format.is_planar:
-        samples = samples.reshape(-1, frame.layout.nb_channels).T
+    """A decoded frame as float32 (channels, samples); integers become fractions of full scale.
+
+    Not by ``frame.to_ndarray()``: PyAV counts planes up to a null pointer, and the eight of 7.1 have none after them,
+    so it reads a ninth from an address that is none.
+    """
+    channels, dtype = frame.layout.nb_channels, _DTYPES[frame.format.name.removesuffix("p")]
+    if frame.format.is_planar:
+        planes = frame.planes[:channels]
+        samples = np.stack([np.frombuffer(plane, dtype, frame.samples) for plane in planes])
+    else:
+        samples = np.frombuffer(frame.planes[0], dtype, frame.samples * channels).reshape(-1, channels).T
     if samples.dtype.kind == "f":
-        return samples.astype(np.float32)
+        with np.errstate(over="ignore"):  # what float32 cannot hold becomes infinite, and is cleaned with the rest
+            return samples.astype(np.float32)
     half = 2.0 ** (8 * samples.dtype.itemsize - 1)
-    offset = half if samples.dtype.kind == "u" else 0.0
-    return ((samples.astype(np.float32 if samples.dtype.itemsize < 4 else np.float64) - offset) / half).astype(
-        np.float32
-    )
+    exact = samples.astype(np.float32 if samples.dtype.itemsize < 4 else np.float64)
+    return ((exact - (half if samples.dtype.kind == "u" else 0.0)) / half).astype(np.float32)
 
 
 def _silence(rate: int, channels: int, seconds: float) -> Iterator[tuple[int, np.ndarray]]:
