@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
+from itertools import pairwise
 from typing import Literal
 
 from stapes.errors import UsageError
@@ -140,7 +141,7 @@ class TranscribeOptions:
             return [int(part) for part in self.suppress_tokens.split(",") if part.strip()]
         except ValueError:
             raise UsageError(
-                f"--suppress-tokens is {self.suppress_tokens!r}: give token ids separated by commas, such as -1 or 50,51"
+                f"--suppress-tokens is {self.suppress_tokens!r}: give token ids separated by commas: -1 or 50,51"
             ) from None
 
     def clips(self) -> list[tuple[float, float | None]]:
@@ -150,7 +151,7 @@ class TranscribeOptions:
             times = [float(part) for part in text.split(",") if part.strip()]
         except ValueError:
             raise UsageError(f"--clip-timestamps is {text!r}: give seconds separated by commas: 0,30,60,90") from None
-        if any(not math.isfinite(t) or t < 0 for t in times) or any(a > b for a, b in zip(times, times[1:])):
+        if any(not math.isfinite(t) or t < 0 for t in times) or any(a > b for a, b in pairwise(times)):
             raise UsageError(f"--clip-timestamps is {text!r}: times must not be negative and must grow: 0,30,60,90")
         if not times:
             return [(0.0, None)]

@@ -22,7 +22,7 @@ from stapes.decoding.rules import Vocabulary
 from stapes.devices.backend import Device, choose_dtype, resolve
 from stapes.errors import ModelError, UsageError
 from stapes.inference.ingest import Ingest, Job
-from stapes.inference.longform import Model
+from stapes.inference.recording import Model
 from stapes.inference.scheduler import Scheduler
 from stapes.inference.torch_whisper import TorchWhisperEngine
 from stapes.options import Backend, Precision, TranscribeOptions

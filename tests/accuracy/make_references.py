@@ -248,6 +248,8 @@ def make(arguments: argparse.Namespace) -> None:
                     order = {clip.audio: place for place, clip in enumerate(clips_of[written])}
                     done[written].sort(key=lambda r, order=order: (order[r.audio], r.seed or 0))
                     write_references(written, done[written], arguments.out)
+        pool.close()
+        pool.join()
     describe(arguments, clips_of, done, seconds)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,8 @@ from stapes.audio.decode import AudioSource, open_audio
 from stapes.audio.features import SAMPLE_RATE
 from stapes.audio.vad import VoiceActivityDetector
 from stapes.errors import StapesError
-from stapes.inference.longform import Model, PackedRecording, Recording, SequentialRecording, Window
+from stapes.inference.longform import PackedRecording, SequentialRecording
+from stapes.inference.recording import Model, Recording, Window
 from stapes.options import TranscribeOptions
 from stapes.progress import Progress
 
@@ -201,9 +202,9 @@ class Ingest:
                 (round((a - start) * SAMPLE_RATE), None if b is None else round((b - start) * SAMPLE_RATE))
                 for a, b in clips
             ]
-            walk = self.options.vad and not self.options.condition_on_previous_text
-            make: Callable[..., Recording] = PackedRecording if walk else SequentialRecording
-            recordings = [make(self.model, self.options, samples) for _ in range(stream.channels)]
+            pack = self.options.vad and not self.options.condition_on_previous_text
+            make: type[Recording] = PackedRecording if pack else SequentialRecording
+            recordings: list[Recording] = [make(self.model, self.options, samples) for _ in range(stream.channels)]
             states: list[Any] = [self.detector.state() for _ in recordings] if self.detector else []
             with self.changed:
                 job.channels = recordings

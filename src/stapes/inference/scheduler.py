@@ -13,7 +13,7 @@ from typing import Any
 
 from stapes.inference.engine import DecodeRequest, Engine
 from stapes.inference.ingest import Ingest, Job
-from stapes.inference.longform import Draft, Window
+from stapes.inference.recording import Draft, Window
 
 
 class Scheduler:
@@ -34,8 +34,7 @@ class Scheduler:
                     self.engine.step(self.steps)
                     self._harvest()
                     worked = True
-                for job in ingest.finished():
-                    yield job
+                yield from ingest.finished()
                 if ingest.over and not self.slots and not self.encoded:
                     return
                 if not worked:

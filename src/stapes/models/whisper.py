@@ -150,7 +150,11 @@ class TextDecoder(nn.Module):
 
     def cross_keys_values(self, states: Tensor) -> list[KeyValue]:
         """Keys and values of every layer for the encoder's states (rows, 1500, width)."""
-        return [layer.cross_attention.keys_values(states) for layer in self.layers]
+        pairs = []
+        for layer in self.layers:
+            assert isinstance(layer, DecoderLayer)
+            pairs.append(layer.cross_attention.keys_values(states))
+        return pairs
 
     def forward(
         self,
@@ -218,7 +222,7 @@ class Whisper(nn.Module):
         self.decoder = TextDecoder(config)
 
     def forward(self, mel: Tensor, tokens: Tensor) -> Tensor:
-        """Teacher-forced logits (batch, count, vocabulary) of ``tokens`` (batch, count) for ``mel`` (batch, bins, 3000)."""
+        """Teacher-forced logits (batch, count, vocabulary) of tokens (batch, count) for mel (batch, bins, 3000)."""
         batch, count = tokens.shape
         config = self.config
         head = config.width // config.decoder_heads
