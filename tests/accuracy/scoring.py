@@ -2,7 +2,7 @@
 
 English goes through the English normaliser (Radford et al. 2022, appendix C: numerals, contractions, British
 spellings), every other language through the basic one. ``english_spelling.json`` is openai/whisper's table of
-British and American spellings (MIT licence, Copyright (c) 2022 OpenAI).
+British and American spellings (MIT licence, in ``english_spelling.LICENSE``).
 """
 
 from __future__ import annotations
