@@ -261,6 +261,15 @@ def test_channels_apart_or_one_of_them(speech: np.ndarray) -> None:
         open_audio(data, channels="3")
 
 
+def test_all_eight_channels_of_planar_audio_are_read(tmp_path: Path, speech: np.ndarray) -> None:
+    path = CASES["seven_one_planar"].build(tmp_path, speech)
+    with open_audio(path, channels="separate") as stream:
+        assert stream.channels == 8
+        samples = np.concatenate(list(stream), axis=1)
+    # The fourth of 7.1 is the bass channel, which AAC cuts off above 120 Hz or so.
+    assert all(similarity(channel, speech)[0] > 0.9 for channel in np.delete(samples, 3, axis=0))
+
+
 # -- sources
 
 
