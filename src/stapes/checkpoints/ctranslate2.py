@@ -17,7 +17,7 @@ from typing import BinaryIO
 import torch
 from torch import Tensor
 
-from stapes.checkpoints.formats import WhisperCheckpoint
+from stapes.checkpoints.formats import EMBEDDING, WhisperCheckpoint
 from stapes.checkpoints.huggingface import read_json
 from stapes.errors import ModelError
 from stapes.models.whisper import WhisperConfig
@@ -157,7 +157,7 @@ def open_ctranslate2(folder: Path, name: str | None = None, weights: list[Path] 
 
 
 def _read(index: _Index, config: WhisperConfig) -> Iterator[tuple[str, Tensor]]:
-    yield "decoder.embedding.weight", index.tensor("decoder/embeddings/weight")  # the largest first: a lower peak
+    yield EMBEDDING, index.tensor("decoder/embeddings/weight")
     for side, layers in (("encoder", config.encoder_layers), ("decoder", config.decoder_layers)):
         yield f"{side}.positions", index.tensor(f"{side}/position_encodings/encodings")
         yield from _norm(index, f"{side}.norm", f"{side}/layer_norm")

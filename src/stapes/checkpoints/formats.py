@@ -14,8 +14,12 @@ from torch import Tensor
 
 from stapes.models.whisper import WhisperConfig
 
+EMBEDDING = "decoder.embedding.weight"
+"""The largest weight of all. Readers yield it first, while little else is in memory."""
+
 # Parameter names, one row each: ours, Hugging Face's, openai/whisper's. A layer's rows are relative to the layer.
 _TOP_LEVEL = [
+    (EMBEDDING, "model.decoder.embed_tokens.weight", "decoder.token_embedding.weight"),
     ("encoder.conv1.weight", "model.encoder.conv1.weight", "encoder.conv1.weight"),
     ("encoder.conv1.bias", "model.encoder.conv1.bias", "encoder.conv1.bias"),
     ("encoder.conv2.weight", "model.encoder.conv2.weight", "encoder.conv2.weight"),
@@ -23,7 +27,6 @@ _TOP_LEVEL = [
     ("encoder.positions", "model.encoder.embed_positions.weight", "encoder.positional_embedding"),
     ("encoder.norm.weight", "model.encoder.layer_norm.weight", "encoder.ln_post.weight"),
     ("encoder.norm.bias", "model.encoder.layer_norm.bias", "encoder.ln_post.bias"),
-    ("decoder.embedding.weight", "model.decoder.embed_tokens.weight", "decoder.token_embedding.weight"),
     ("decoder.positions", "model.decoder.embed_positions.weight", "decoder.positional_embedding"),
     ("decoder.norm.weight", "model.decoder.layer_norm.weight", "decoder.ln.weight"),
     ("decoder.norm.bias", "model.decoder.layer_norm.bias", "decoder.ln.bias"),
@@ -80,7 +83,8 @@ def whisper_names(config: WhisperConfig) -> list[tuple[str, str, str]]:
 class WhisperCheckpoint:
     """A Whisper on disk.
 
-    ``read`` yields (our parameter name, tensor on the CPU in the file's dtype), each parameter once.
+    ``read`` yields (our parameter name, tensor on the CPU in the file's dtype), each parameter once, the
+    token embedding first.
     ``alignment_heads`` are (decoder layer, head) pairs whose cross-attention follows the speech; None: not known.
     ``suppress_tokens`` and ``begin_suppress_tokens`` are None where the format does not carry them.
     """

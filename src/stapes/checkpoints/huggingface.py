@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,8 @@ from stapes.checkpoints.formats import WhisperCheckpoint, whisper_names
 from stapes.errors import ModelError
 from stapes.models.whisper import WhisperConfig
 
-# The mapped pages of a file count as this process's memory until it is closed, so it is closed this often.
-_BYTES_BETWEEN_REOPENS = 64 << 20
+# The mapped pages of a file count as this process's memory until it is closed, so it is closed after each such part.
+_PART = 0.01
 
 
 def open_huggingface(folder: Path, name: str | None = None) -> WhisperCheckpoint:
@@ -93,26 +94,34 @@ def _weight_files(folder: Path) -> list[Path]:
 
 def _read(folder: Path, files: list[Path], config: WhisperConfig) -> Iterator[tuple[str, Tensor]]:
     ours = {huggingface: our for our, huggingface, _ in whisper_names(config)}
-    missing = set(ours)
+    places: dict[str, tuple[Path, str]] = {}
     for file in files:
-        try:
-            with safe_open(file, framework="pt") as handle:
+        with _open(file) as handle:
+            for key in handle.keys():  # noqa: SIM118
                 # Bare WhisperModel checkpoints lack the "model." prefix; proj_out is the embedding again.
-                names = {key if key.startswith("model.") else f"model.{key}": key for key in handle.keys()}  # noqa: SIM118
-            pending = [name for name in names if name in ours]
-            while pending:
-                budget = _BYTES_BETWEEN_REOPENS
-                with safe_open(file, framework="pt") as handle:
-                    while pending and budget > 0:
-                        name = pending.pop()
-                        tensor = handle.get_tensor(names[name])
-                        budget -= tensor.nbytes
-                        missing.discard(name)
-                        yield ours[name], tensor
-                        del tensor
-        except (SafetensorError, OSError) as error:
-            raise ModelError(f"{file} cannot be read ({error}); fetch the model again") from None
+                name = key if key.startswith("model.") else f"model.{key}"
+                if name in ours:
+                    places[name] = (file, key)
     # The encoder's positions are a fixed table that some checkpoints leave out.
-    missing.discard("model.encoder.embed_positions.weight")
+    missing = [name for name in ours if name not in places and ours[name] != "encoder.positions"]
     if missing:
-        raise ModelError(f"{folder} lacks the weights {', '.join(sorted(missing)[:3])}; fetch the model again")
+        raise ModelError(f"{folder} lacks the weights {', '.join(missing[:3])}; fetch the model again")
+    pending = [name for name in ours if name in places]
+    while pending:
+        file = places[pending[0]][0]
+        budget = _PART * file.stat().st_size
+        with _open(file) as handle:
+            while pending and places[pending[0]][0] == file and budget > 0:
+                name = pending.pop(0)
+                tensors = [handle.get_tensor(places[name][1])]
+                budget -= tensors[0].nbytes
+                yield ours[name], tensors.pop()  # popped: not held here while the caller works
+
+
+@contextmanager
+def _open(file: Path) -> Iterator[safe_open]:
+    try:
+        with safe_open(file, framework="pt") as handle:
+            yield handle
+    except (SafetensorError, OSError) as error:
+        raise ModelError(f"{file} cannot be read ({error}); fetch the model again") from None

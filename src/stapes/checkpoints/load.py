@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import ctypes
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch import nn
 
 from stapes.checkpoints.ctranslate2 import open_ctranslate2
-from stapes.checkpoints.formats import WhisperCheckpoint
+from stapes.checkpoints.formats import EMBEDDING, WhisperCheckpoint
 from stapes.checkpoints.huggingface import open_huggingface
 from stapes.checkpoints.openai import open_openai
 from stapes.errors import ModelError
 from stapes.models.whisper import Whisper, sinusoids
+
+# Memory is given back each time this part of the model has been read: what lies idle stays within it.
+_IDLE_PART = 0.004
 
 
 def open_checkpoint(path: Path, name: str | None = None, parts: list[Path] | None = None) -> WhisperCheckpoint:
@@ -29,33 +35,61 @@ def open_checkpoint(path: Path, name: str | None = None, parts: list[Path] | Non
     return open_huggingface(path, name)
 
 
-def load_whisper(checkpoint: WhisperCheckpoint, dtype: torch.dtype, device: torch.device) -> Whisper:
-    """Build the network with its weights in ``dtype`` on ``device``, ready to run.
+def load_whisper(
+    checkpoint: WhisperCheckpoint,
+    dtype: torch.dtype,
+    device: torch.device,
+    adapt: Callable[[Whisper, str], None] | None = None,
+) -> Whisper:
+    """Build the network with its weights in ``dtype`` on ``device``, ready to run. Raises ModelError.
 
     Each weight is converted as it is read, so that the peak is the model itself and one weight more. The token
     embedding stays in the file's own precision where that is narrower: looking a row up and widening it is exact.
+    ``adapt(model, path)`` is called as soon as a module has all its weights and may replace it, so that an engine
+    that lays weights out anew never holds two models.
     """
     with torch.device("meta"):
         model = Whisper(checkpoint.config)
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    owners = Counter(_owner(name) for name in shapes)
+    idle, most_idle = 0.0, _IDLE_PART * dtype.itemsize * sum(shape.numel() for shape in shapes.values())
     for name, tensor in checkpoint.read():
-        if tensor.shape != shapes.get(name):
+        expected = tuple(shapes.get(name, ()))
+        if tuple(tensor.shape) != expected:
             raise ModelError(
-                f"{checkpoint.path}: {name} has the shape {tuple(tensor.shape)}, expected {tuple(shapes.get(name, ()))}; "
-                "fetch the model again"
+                f"{checkpoint.path}: {name} has the shape {tuple(tensor.shape)}, expected {expected}; fetch it again"
             )
-        keep = name == "decoder.embedding.weight" and tensor.element_size() < dtype.itemsize
+        keep = name == EMBEDDING and tensor.element_size() < dtype.itemsize
         _assign(model, name, tensor.to(device=device, dtype=tensor.dtype if keep else dtype, copy=True))
-        shapes.pop(name)
+        idle += tensor.nbytes
+        del tensor, shapes[name]
+        owners[_owner(name)] -= 1
+        if adapt is not None and not owners[_owner(name)]:
+            adapt(model, _owner(name))
+        if idle > most_idle:
+            _trim()
+            idle = 0.0
     if "encoder.positions" in shapes:
         config = checkpoint.config
         _assign(model, "encoder.positions", sinusoids(config.audio_context, config.width).to(device, dtype))
-        shapes.pop("encoder.positions")
+        del shapes["encoder.positions"]
     if shapes:
         raise ModelError(f"{checkpoint.path} lacks the weights {', '.join(sorted(shapes)[:3])}; fetch the model again")
+    _trim()
     return model.eval()
 
 
+def _owner(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _trim() -> None:
+    """Give freed memory back to the system: glibc keeps the holes that short-lived tensors leave between others."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # other C libraries have none
+    if trim is not None:
+        trim(0)
+
+
 def _assign(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
-    owner, _, leaf = name.rpartition(".")
-    setattr(model.get_submodule(owner), leaf, nn.Parameter(tensor, requires_grad=False))
+    leaf = name.rpartition(".")[2]
+    setattr(model.get_submodule(_owner(name)), leaf, nn.Parameter(tensor, requires_grad=False))

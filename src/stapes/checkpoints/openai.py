@@ -14,8 +14,8 @@ from stapes.checkpoints.formats import WhisperCheckpoint, whisper_names
 from stapes.errors import ModelError
 from stapes.models.whisper import WhisperConfig
 
-# Tensors are read in batches, the file mapped anew for each, so that its pages do not pile up in memory.
-_TENSORS_BETWEEN_REOPENS = 24
+# The mapped pages of a file count as this process's memory until it is closed, so it is closed after each such part.
+_PART = 0.01
 
 
 def open_openai(path: Path, name: str | None = None) -> WhisperCheckpoint:
@@ -59,10 +59,13 @@ def _load(path: Path) -> dict[str, Any]:
 
 
 def _read(path: Path, config: WhisperConfig) -> Iterator[tuple[str, Tensor]]:
-    rows = [(ours, openai) for ours, _, openai in whisper_names(config)]
-    for first in range(0, len(rows), _TENSORS_BETWEEN_REOPENS):
+    pending = [(ours, openai) for ours, _, openai in whisper_names(config)]
+    while pending:
         state = _load(path)["model_state_dict"]
-        for ours, openai in rows[first : first + _TENSORS_BETWEEN_REOPENS]:
-            if openai not in state:
+        budget = _PART * path.stat().st_size
+        while pending and budget > 0:
+            ours, openai = pending.pop(0)
+            if not isinstance(state.get(openai), Tensor):
                 raise ModelError(f"{path} lacks the weights {openai}; fetch the model again")
+            budget -= state[openai].nbytes
             yield ours, state.pop(openai)

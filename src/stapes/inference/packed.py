@@ -22,6 +22,11 @@ def can_pack() -> bool:
     return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
+def is_worth_packing(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether an engine on ``device`` in ``dtype`` should run on packed layers."""
+    return device.type == "cpu" and dtype == torch.float32 and can_pack()
+
+
 class PackedLinear(nn.Module):
     """A linear layer on packed fp32 weights, with an activation that is computed in place: "none" or "gelu"."""
 
@@ -38,10 +43,10 @@ class PackedLinear(nn.Module):
 class PackedMLP(nn.Module):
     """Whisper's MLP, the GELU computed inside the first product."""
 
-    def __init__(self, mlp: MLP) -> None:
+    def __init__(self, up: PackedLinear, down: PackedLinear) -> None:
         super().__init__()
-        self.up = PackedLinear(mlp.up.weight, mlp.up.bias, "gelu")
-        self.down = PackedLinear(mlp.down.weight, mlp.down.bias)
+        up.activation = "gelu"
+        self.up, self.down = up, down
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(self.up(x))
@@ -58,22 +63,26 @@ class PackedVocabulary(nn.Module):
         return torch.cat([part(states) for part in self.slices], dim=-1)
 
 
+def pack_module(model: Whisper, path: str) -> None:
+    """Pack the module at ``path``, if it is one that can be: ``load_whisper`` calls this as soon as it is read."""
+    module, above = model.get_submodule(path), path.rpartition(".")[0]
+    parent = model.get_submodule(above)
+    if isinstance(module, nn.Linear):
+        setattr(parent, path.rpartition(".")[2], PackedLinear(module.weight.detach(), module.bias))
+        if isinstance(parent, MLP) and isinstance(parent.up, PackedLinear) and isinstance(parent.down, PackedLinear):
+            owner, _, leaf = above.rpartition(".")
+            setattr(model.get_submodule(owner), leaf, PackedMLP(parent.up, parent.down))
+    elif module is model.decoder.embedding:
+        model.decoder.projection = PackedVocabulary(model.decoder.embedding.weight.detach())
+
+
 def pack(model: Whisper) -> Whisper:
-    """Replace the linear layers of a model on the CPU, one at a time. Returns the model."""
-    _pack_children(model)
-    model.decoder.projection = PackedVocabulary(model.decoder.embedding.weight.detach())
+    """Pack all that is not packed yet of a model on the CPU, one layer at a time. Returns the model."""
+    for path in [path for path, module in model.named_modules() if isinstance(module, nn.Linear)]:
+        pack_module(model, path)
+    if model.decoder.projection is None:
+        pack_module(model, "decoder.embedding")
     return model
-
-
-def _pack_children(module: nn.Module) -> None:
-    for name in [name for name, _ in module.named_children()]:
-        child = module.get_submodule(name)
-        if isinstance(child, MLP):
-            setattr(module, name, PackedMLP(child))
-        elif isinstance(child, nn.Linear):
-            setattr(module, name, PackedLinear(child.weight, child.bias))
-        else:
-            _pack_children(child)
 
 
 def main() -> None:
