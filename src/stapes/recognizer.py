@@ -22,6 +22,7 @@ from stapes.decoding.rules import Vocabulary
 from stapes.devices.backend import Device, choose_dtype, resolve
 from stapes.errors import ModelError, UsageError
 from stapes.inference.ingest import Ingest, Job
+from stapes.inference.packed import is_worth_packing, pack_module
 from stapes.inference.recording import Model
 from stapes.inference.scheduler import Scheduler
 from stapes.inference.torch_whisper import TorchWhisperEngine
@@ -64,7 +65,8 @@ def load(
     name, location = _find(model, where, task, language, model_dir, offline, progress)
     checkpoint = open_checkpoint(location.path, name, location.parts)
     tokenizer = _tokenizer(checkpoint, model_dir)
-    network = load_whisper(checkpoint, dtype, where.torch)
+    adapt = pack_module if is_worth_packing(where.torch, dtype) else None
+    network = load_whisper(checkpoint, dtype, where.torch, adapt)
     slots = batch_size or _default_slots(where)
     config = checkpoint.config
     heads = checkpoint.alignment_heads or tuple(
