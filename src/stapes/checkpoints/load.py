@@ -5,11 +5,13 @@ from __future__ import annotations
 import ctypes
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import nn
 
+from stapes.checkpoints.alignment import published_heads
 from stapes.checkpoints.ctranslate2 import open_ctranslate2
 from stapes.checkpoints.formats import EMBEDDING, WhisperCheckpoint
 from stapes.checkpoints.huggingface import open_huggingface
@@ -22,7 +24,16 @@ _IDLE_PART = 0.004
 
 
 def open_checkpoint(path: Path, name: str | None = None, parts: list[Path] | None = None) -> WhisperCheckpoint:
-    """Recognise the format of a model's file or folder by what is in it."""
+    """Recognise the format of a model's file or folder by what is in it. Raises ModelError."""
+    checkpoint = _open(path, name, parts)
+    config = checkpoint.config
+    # Distilled models come with the list of their teacher, which has more decoder layers.
+    heads = checkpoint.alignment_heads or ()
+    heads = tuple((a, b) for a, b in heads if a < config.decoder_layers and b < config.decoder_heads)
+    return replace(checkpoint, alignment_heads=heads or published_heads(config, checkpoint.path))
+
+
+def _open(path: Path, name: str | None, parts: list[Path] | None) -> WhisperCheckpoint:
     if path.is_file():
         return open_openai(path, name)
     if not path.is_dir():
