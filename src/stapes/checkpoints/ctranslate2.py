@@ -8,6 +8,7 @@ Source: OpenNMT/CTranslate2 ``model_spec.py``.
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from typing import BinaryIO
 import torch
 from torch import Tensor
 
-from stapes.checkpoints.formats import EMBEDDING, WhisperCheckpoint
+from stapes.checkpoints.formats import EMBEDDING, WhisperCheckpoint, pairs, whisper_config
 from stapes.checkpoints.huggingface import read_json
 from stapes.errors import ModelError
 from stapes.models.whisper import WhisperConfig
@@ -47,18 +48,25 @@ class _Pieces:
             raise ModelError(f"{error.filename} is missing; install the model again") from None
 
     def read(self, offset: int, size: int) -> bytearray:
+        if offset + size > sum(self.sizes):
+            raise ModelError(f"{self.paths[-1]} is shorter than it says; install or fetch the model again")
         out = bytearray(size)
         view = memoryview(out)
         for path, length in zip(self.paths, self.sizes, strict=True):
             if offset < length and view:
-                with path.open("rb") as file:
-                    file.seek(offset)
-                    got = _read_into(file, view[: length - offset])
-                view, offset = view[got:], offset + got
+                view, offset = self._read_part(path, offset, view, length - offset)
             offset -= length
-        if view:
-            raise ModelError(f"{self.paths[-1]} is shorter than it says; install or fetch the model again")
         return out
+
+    @staticmethod
+    def _read_part(path: Path, offset: int, view: memoryview, most: int) -> tuple[memoryview, int]:
+        try:
+            with path.open("rb") as file:
+                file.seek(offset)
+                got = _read_into(file, view[:most])
+        except OSError as error:
+            raise ModelError(f"{path} cannot be read ({error.strerror}); install or fetch the model again") from None
+        return view[got:], offset + got
 
 
 def _read_into(file: BinaryIO, view: memoryview) -> int:
@@ -93,7 +101,7 @@ class _Index:
             self.offset += size
         for _ in range(self._number("I")):
             alias, target = self._string(), self._string()
-            self.variables[alias] = self.variables[target]
+            self.variables[alias] = self.variable(target)
 
     def _number(self, code: str) -> int:
         size = struct.calcsize("<" + code)
@@ -107,10 +115,18 @@ class _Index:
         self.offset += length
         return value
 
-    def tensor(self, name: str) -> Tensor:
+    def variable(self, name: str) -> _Variable:
+        """Where a variable lies. Raises ModelError where there is none."""
         variable = self.variables.get(name)
         if variable is None:
             raise ModelError(f"{self.pieces.paths[0]} lacks the weights {name}; install or fetch the model again")
+        return variable
+
+    def tensor(self, name: str) -> Tensor:
+        """Read a variable; int8 matrices are scaled back to float32."""
+        variable = self.variable(name)
+        if math.prod(variable.shape) * variable.dtype.itemsize != variable.size:
+            raise ModelError(f"{self.pieces.paths[0]} is damaged at {name}; install or fetch the model again")
         data = self.pieces.read(variable.offset, variable.size)
         value = torch.frombuffer(data, dtype=variable.dtype).reshape(variable.shape)
         if value.dtype == torch.int8 and value.ndim == 2:
@@ -118,30 +134,36 @@ class _Index:
         return value
 
     def scalar(self, name: str) -> int:
-        return int(self.tensor(name))
+        """Read a variable of one number."""
+        value = self.tensor(name)
+        return int(value) if value.numel() == 1 else 0
+
+    def size(self, name: str, axis: int) -> int:
+        """The length of a variable along an axis; 0 where it has no such axis."""
+        shape = self.variable(name).shape
+        return shape[axis] if axis < len(shape) else 0
 
 
 def open_ctranslate2(folder: Path, name: str | None = None, weights: list[Path] | None = None) -> WhisperCheckpoint:
     """Describe the model in ``folder``; ``weights`` names the parts when ``model.bin`` is split."""
     settings = read_json(folder / "config.json")
     index = _Index(_Pieces(weights or [folder / "model.bin"]))
-    vocab_size, width = index.variables["decoder/embeddings/weight"].shape
     layers = {
         side: sum(key.startswith(f"{side}/layer_") and key.endswith("/ffn/linear_0/weight") for key in index.variables)
         for side in ("encoder", "decoder")
     }
-    config = WhisperConfig(
-        mel_bins=index.variables["encoder/conv1/weight"].shape[1],
-        vocab_size=vocab_size,
-        width=width,
+    config = whisper_config(
+        index.pieces.paths[0],
+        mel_bins=index.size("encoder/conv1/weight", 1),
+        vocab_size=index.size("decoder/embeddings/weight", 0),
+        width=index.size("decoder/embeddings/weight", 1),
         encoder_layers=layers["encoder"],
         encoder_heads=index.scalar("encoder/num_heads"),
         decoder_layers=layers["decoder"],
         decoder_heads=index.scalar("decoder/num_heads"),
-        audio_context=index.variables["encoder/position_encodings/encodings"].shape[0],
-        text_context=index.variables["decoder/position_encodings/encodings"].shape[0],
+        audio_context=index.size("encoder/position_encodings/encodings", 0),
+        text_context=index.size("decoder/position_encodings/encodings", 0),
     )
-    heads = settings.get("alignment_heads")
     suppress, begin = settings.get("suppress_ids"), settings.get("suppress_ids_begin")
     tokenizer = folder / "tokenizer.json"
     return WhisperCheckpoint(
@@ -150,7 +172,7 @@ def open_ctranslate2(folder: Path, name: str | None = None, weights: list[Path] 
         config=config,
         read=lambda: _read(index, config),
         tokenizer=tokenizer if tokenizer.exists() else None,
-        alignment_heads=tuple((layer, head) for layer, head in heads) if heads else None,
+        alignment_heads=pairs(settings.get("alignment_heads")),
         suppress_tokens=tuple(suppress) if suppress is not None else None,
         begin_suppress_tokens=tuple(begin) if begin is not None else None,
     )

@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
+from stapes.errors import ModelError
 from stapes.models.whisper import WhisperConfig
 
 EMBEDDING = "decoder.embedding.weight"
@@ -77,6 +79,26 @@ def whisper_names(config: WhisperConfig) -> list[tuple[str, str, str]]:
     for i in range(config.decoder_layers):
         rows += _under(f"decoder.layers.{i}", f"model.decoder.layers.{i}", f"decoder.blocks.{i}", _DECODER_LAYER)
     return rows
+
+
+def whisper_config(source: Path, **sizes: Any) -> WhisperConfig:
+    """The sizes that ``source`` states, checked. Raises ModelError where one is missing or cannot be."""
+    for name, size in sizes.items():
+        if type(size) is not int or size < 1:
+            raise ModelError(
+                f"{source} does not say how large the model is ({name} is {size!r}); fetch the model again"
+            )
+    config = WhisperConfig(**sizes)
+    if config.width % config.encoder_heads or config.width % config.decoder_heads:
+        raise ModelError(f"{source} is damaged: its width is no multiple of its heads; fetch the model again")
+    return config
+
+
+def pairs(heads: object) -> tuple[tuple[int, int], ...] | None:
+    """A list of (layer, head) lists, as JSON has them; None where it is anything else, or empty."""
+    if not isinstance(heads, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in heads):
+        return None
+    return tuple((layer, head) for layer, head in heads) or None
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from stapes.checkpoints.formats import WhisperCheckpoint, whisper_names
+from stapes.checkpoints.formats import WhisperCheckpoint, pairs, whisper_config, whisper_names
 from stapes.errors import ModelError
 from stapes.models.whisper import WhisperConfig
 
@@ -27,20 +27,18 @@ def open_huggingface(folder: Path, name: str | None = None) -> WhisperCheckpoint
             f"{folder} holds a {settings.get('model_type', 'nameless')!r} model; only Whisper can be loaded"
         )
     files = _weight_files(folder)
-    try:
-        config = WhisperConfig(
-            mel_bins=settings["num_mel_bins"],
-            vocab_size=settings["vocab_size"],
-            width=settings["d_model"],
-            encoder_layers=settings["encoder_layers"],
-            encoder_heads=settings["encoder_attention_heads"],
-            decoder_layers=settings["decoder_layers"],
-            decoder_heads=settings["decoder_attention_heads"],
-            audio_context=settings.get("max_source_positions", 1500),
-            text_context=settings.get("max_target_positions", 448),
-        )
-    except KeyError as error:
-        raise ModelError(f"{folder / 'config.json'} lacks {error}; fetch the model again") from None
+    config = whisper_config(
+        folder / "config.json",
+        mel_bins=settings.get("num_mel_bins"),
+        vocab_size=settings.get("vocab_size"),
+        width=settings.get("d_model"),
+        encoder_layers=settings.get("encoder_layers"),
+        encoder_heads=settings.get("encoder_attention_heads"),
+        decoder_layers=settings.get("decoder_layers"),
+        decoder_heads=settings.get("decoder_attention_heads"),
+        audio_context=settings.get("max_source_positions", 1500),
+        text_context=settings.get("max_target_positions", 448),
+    )
     generation = read_json(folder / "generation_config.json") if (folder / "generation_config.json").exists() else {}
     heads = generation.get("alignment_heads") or settings.get("alignment_heads")
     suppress = generation.get("suppress_tokens", settings.get("suppress_tokens"))
@@ -52,7 +50,7 @@ def open_huggingface(folder: Path, name: str | None = None) -> WhisperCheckpoint
         config=config,
         read=lambda: _read(folder, files, config),
         tokenizer=tokenizer if tokenizer.exists() else None,
-        alignment_heads=tuple((layer, head) for layer, head in heads) if heads else None,
+        alignment_heads=pairs(heads),
         suppress_tokens=tuple(suppress) if suppress is not None else None,
         begin_suppress_tokens=tuple(begin) if begin is not None else None,
     )
@@ -71,13 +69,24 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
+def has_weights(folder: Path) -> bool:
+    """Whether all the weights are in ``folder``."""
+    try:
+        return bool(_weight_files(folder))
+    except ModelError:
+        return False
+
+
 def _weight_files(folder: Path) -> list[Path]:
     single = folder / "model.safetensors"
     if single.exists():
         return [single]
     index = folder / "model.safetensors.index.json"
     if index.exists():
-        files = [folder / file for file in sorted(set(read_json(index)["weight_map"].values()))]
+        places = read_json(index).get("weight_map")
+        if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
+            raise ModelError(f"{index} has no 'weight_map'; fetch the model again")
+        files = [folder / file for file in sorted(set(places.values()))]
         for file in files:
             if file.resolve().parent != folder.resolve() and not file.is_symlink():
                 raise ModelError(f"{index} points outside its folder; fetch the model again")

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stapes.checkpoints.formats import WhisperCheckpoint, whisper_names
+from stapes.checkpoints.formats import WhisperCheckpoint, whisper_config, whisper_names
 from stapes.errors import ModelError
 from stapes.models.whisper import WhisperConfig
 
@@ -23,20 +23,18 @@ def open_openai(path: Path, name: str | None = None) -> WhisperCheckpoint:
     dims = _load(path).get("dims")
     if not isinstance(dims, dict):
         raise ModelError(f"{path} has no 'dims': it is not an openai/whisper checkpoint")
-    try:
-        config = WhisperConfig(
-            mel_bins=dims["n_mels"],
-            vocab_size=dims["n_vocab"],
-            width=dims["n_audio_state"],
-            encoder_layers=dims["n_audio_layer"],
-            encoder_heads=dims["n_audio_head"],
-            decoder_layers=dims["n_text_layer"],
-            decoder_heads=dims["n_text_head"],
-            audio_context=dims["n_audio_ctx"],
-            text_context=dims["n_text_ctx"],
-        )
-    except KeyError as error:
-        raise ModelError(f"{path}: its 'dims' lack {error}; fetch the model again") from None
+    config = whisper_config(
+        path,
+        mel_bins=dims.get("n_mels"),
+        vocab_size=dims.get("n_vocab"),
+        width=dims.get("n_audio_state"),
+        encoder_layers=dims.get("n_audio_layer"),
+        encoder_heads=dims.get("n_audio_head"),
+        decoder_layers=dims.get("n_text_layer"),
+        decoder_heads=dims.get("n_text_head"),
+        audio_context=dims.get("n_audio_ctx"),
+        text_context=dims.get("n_text_ctx"),
+    )
     tokenizer = path.with_name("tokenizer.json")
     return WhisperCheckpoint(
         name=name or path.stem,
