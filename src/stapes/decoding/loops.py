@@ -34,6 +34,10 @@ def repeats(tokens: Sequence[int]) -> bool:
 
 
 def without_loop(tokens: Sequence[int]) -> list[int]:
-    """``tokens`` with a loop at their end cut down to its first copy."""
-    period, times = repeated_tail(tokens)
-    return list(tokens[: len(tokens) - period * (times - 1)])
+    """``tokens`` with a loop at their end cut down to its first copy, and again while that shows another loop."""
+    kept = list(tokens)
+    period, times = repeated_tail(kept)
+    while period:
+        del kept[len(kept) - period * (times - 1) :]
+        period, times = repeated_tail(kept)
+    return kept

@@ -46,8 +46,9 @@ def counter_uniform(keys: Tensor, counts: Tensor) -> Tensor:
 def sample(logits: Tensor, temperature: Tensor, uniform: Tensor) -> Tensor:
     """Draw a token a row by inverting the cumulated distribution: (rows, vocabulary) → (rows,), int64."""
     scaled = logits / temperature.clamp_min(1e-6)[:, None]
-    cumulated = scaled.softmax(dim=-1).cumsum(dim=-1)
+    # In float64: a GPU sums in another order than a CPU, and what differs must stay far below a step of ``uniform``.
+    cumulated = scaled.softmax(dim=-1).cumsum(dim=-1, dtype=torch.float64)
     # The last sum is 1 up to rounding; the draw is scaled to it and so always falls on a token of mass > 0.
-    target = uniform[:, None] * cumulated[:, -1:]
+    target = uniform[:, None].double() * cumulated[:, -1:]
     index = torch.searchsorted(cumulated, target, right=True)[:, 0]
     return index.clamp_max(logits.shape[-1] - 1)
