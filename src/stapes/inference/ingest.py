@@ -29,6 +29,9 @@ _BACKLOG = 120 * SAMPLE_RATE
 _CHUNK = 20 * SAMPLE_RATE
 """Samples that are handed on at once."""
 
+_STOP_SECONDS = 1.0
+"""How long threads are waited for when they are stopped."""
+
 
 @dataclass(eq=False)
 class Job:
@@ -89,6 +92,8 @@ class Ingest:
         self.ahead = ahead
         self.changed = threading.Condition()
         self.jobs: list[Job] = []
+        self._changes = 0
+        self._input_lock = threading.Lock()
         self._inputs: Iterator[tuple[AudioSource, int | None]] = iter(inputs)
         self._exhausted = False
         self._stopped = False
@@ -105,7 +110,12 @@ class Ingest:
             jobs = list(self.jobs)
         for job in jobs:
             for recording in job.channels:
-                window = recording.take()
+                try:
+                    window = recording.take()
+                except Exception as error:  # one recording must never stop the others
+                    recording.fail(error)
+                    self._notify()
+                    continue
                 if window is not None:
                     self._notify()
                     return window
@@ -117,10 +127,24 @@ class Ingest:
             done = [job for job in self.jobs if job.done]
             if done:
                 self.jobs = [job for job in self.jobs if job not in done]
-                self.changed.notify_all()
+                self._notify()
             if self._failure is not None:
                 raise self._failure
-            return done
+        for job in done:
+            error = next((recording.error for recording in job.channels if recording.error is not None), None)
+            if error is not None and job.error is None:
+                job.error = f"{job.name}: transcribing failed unexpectedly ({type(error).__name__}: {error})"
+        return done
+
+    def completed(self) -> None:
+        """Windows have been completed: report the progress, and let workers that wait for it go on."""
+        with self.changed:
+            for job in self.jobs:
+                seconds = min((recording.settled for recording in job.channels), default=0) / SAMPLE_RATE
+                if seconds > job.reported:
+                    self.progress.advance(seconds - job.reported)
+                    job.reported = seconds
+            self._notify()
 
     @property
     def over(self) -> bool:
@@ -128,19 +152,31 @@ class Ingest:
         with self.changed:
             return self._exhausted and not self.jobs
 
-    def wait(self, seconds: float) -> None:
-        """Sleep until something may have changed."""
+    @property
+    def changes(self) -> int:
+        """Grows with everything that may give the scheduling thread work."""
         with self.changed:
-            self.changed.wait(seconds)
+            return self._changes
+
+    def wait(self, seen: int, seconds: float) -> None:
+        """Sleep until something has changed since ``changes`` was ``seen``."""
+        with self.changed:
+            if self._changes == seen:
+                self.changed.wait(seconds)
 
     def stop(self) -> None:
-        """Give up: threads end at their next chunk."""
+        """Give up: threads end at their next chunk. One that waits for its input is left behind."""
         with self.changed:
             self._stopped = True
-            self.changed.notify_all()
+            self._notify()
+        patience = time.monotonic() + _STOP_SECONDS
+        for thread in self.threads:
+            if thread is not threading.current_thread():  # the garbage collector may have closed us there
+                thread.join(max(0.0, patience - time.monotonic()))
 
     def _notify(self) -> None:
         with self.changed:
+            self._changes += 1
             self.changed.notify_all()
 
     # The worker threads.
@@ -152,7 +188,7 @@ class Ingest:
             except BaseException as error:  # the caller's iterator failed: the scheduling thread must hear of it
                 with self.changed:
                     self._failure, self._exhausted = error, True
-                    self.changed.notify_all()
+                    self._notify()
                 return
             if job is None:
                 return
@@ -162,25 +198,31 @@ class Ingest:
                 job.error = str(error)
             except Exception as error:  # one bad input must never stop the others
                 job.error = f"{job.name}: reading failed unexpectedly ({type(error).__name__}: {error})"
+                for recording in job.channels:
+                    if not recording.ended:
+                        recording.fail(error)
+                        recording.finish(None)
             with self.changed:
                 job.read = True
-                self.changed.notify_all()
+                self._notify()
 
     def _next_job(self) -> Job | None:
-        with self.changed:
-            while len(self.jobs) >= self.ahead and not self._stopped:
-                self.changed.wait()
-            if self._stopped or self._exhausted:
-                return None
-            try:
-                source, sample_rate = next(self._inputs)
-            except StopIteration:
-                self._exhausted = True
-                self.changed.notify_all()
-                return None
-            job = Job(source, sample_rate, name_of(source))
-            self.jobs.append(job)
-            return job
+        # The inputs may be slow to come; only the workers wait for them, not the scheduling thread.
+        with self._input_lock:
+            with self.changed:
+                while len(self.jobs) >= self.ahead and not self._stopped:
+                    self.changed.wait()
+                if self._stopped or self._exhausted:
+                    return None
+            found = next(self._inputs, None)
+            with self.changed:
+                if found is None:
+                    self._exhausted = True
+                    self._notify()
+                    return None
+                job = Job(*found, name_of(found[0]))
+                self.jobs.append(job)
+                return job
 
     def _read(self, job: Job) -> None:
         clips = self.options.clips()
@@ -228,8 +270,9 @@ class Ingest:
             else:
                 recording.feed(samples, probability)
         with self.changed:
-            self.changed.notify_all()
-            while not final and not self._stopped and min(r.backlog for r in job.channels) > _BACKLOG:
+            self._notify()
+            # The fullest counts: of two speakers one may be silent throughout.
+            while not final and not self._stopped and max(r.backlog for r in job.channels) > _BACKLOG:
                 self.changed.wait()
             return not self._stopped
 

@@ -24,6 +24,12 @@ _SEQUENTIAL_GAP = 2 * SAMPLE_RATE
 _UNHEARD_SECONDS = 2.0
 """A packed window holds speech up to its end; when its text ends this long before, the rest is heard again."""
 
+_LONGEST_SPAN = 180 * SAMPLE_RATE
+"""A window is not filled with speech from farther apart: its audio would have to be kept all the while."""
+
+_EDGE_SECONDS = 2.0
+"""openai/whisper: a probable hallucination this close to an edge of its window has silence on that side."""
+
 _SHORTEST_WINDOW = SAMPLE_RATE // 10
 """Shorter ones cannot hold a word."""
 
@@ -32,15 +38,21 @@ class PackedRecording(Recording):
     """Speech packed into windows that are decoded in any order."""
 
     keeps_open_segment = True
+    language_windows = 3
 
     def __init__(self, model: Model, options: TranscribeOptions, clips: Sequence[tuple[int, int | None]]) -> None:
         super().__init__(model, options, clips)
         self._packer = WindowPacker()
         self._ready: deque[Window] = deque()
         self._first = True
+        self._clip_index = 0
 
     def _take_regions(self, regions: Sequence[Region]) -> None:
-        self._emit(self._packer.feed(self._clip(regions)))
+        for index, region in self._clip(regions):
+            if index != self._clip_index:  # or a short gap between two clips would be heard with them
+                self._emit(self._packer.flush())
+                self._clip_index = index
+            self._emit(self._packer.feed([region]))
         if self.ended:
             self._emit(self._packer.flush())
 
@@ -56,13 +68,21 @@ class PackedRecording(Recording):
     def _advance(self) -> None:
         assert self._segmenter is not None
         held = self._packer.position
-        self._forget(self._segmenter.position if held is None else min(held, self._segmenter.position))
+        if held is not None and self._segmenter.position - held > _LONGEST_SPAN:
+            self._emit(self._packer.flush())
+        self._forget(self._unpacked())
 
-    @property
-    def backlog(self) -> int:
-        """Samples in windows that wait for the engine."""
-        with self.lock:
-            return sum(len(window.pcm) for window in self._ready)
+    def _unpacked(self) -> int:
+        """First sample that is not in a window yet and may come into one."""
+        assert self._segmenter is not None
+        held = self._packer.position
+        return self._segmenter.position if held is None else min(held, self._segmenter.position)
+
+    def _needed(self) -> int:
+        return min(self._unpacked(), *(window.start for window in self._ready), self.length)
+
+    def _waiting(self) -> int:
+        return sum(len(window.pcm) for window in self._ready)
 
     def _next(self) -> Window | None:
         return self._ready.popleft() if self._ready else None
@@ -100,6 +120,7 @@ class SequentialRecording(Recording):
     """One window after the other, each beginning where the text of the last one ends."""
 
     keeps_open_segment = False
+    language_windows = 1  # as in openai/whisper; the second window needs the first one's text
 
     def __init__(self, model: Model, options: TranscribeOptions, clips: Sequence[tuple[int, int | None]]) -> None:
         super().__init__(model, options, clips)
@@ -111,14 +132,16 @@ class SequentialRecording(Recording):
             self._text = model.tokenizer.encode(" " + options.initial_prompt.strip())
         self._since = 0  # tokens of _text before this are not told any more
         self._busy = False
+        self._clip_index = 0
 
     def _take_regions(self, regions: Sequence[Region]) -> None:
-        for region in self._clip(regions):
-            if self._open is not None and region.start - self._open.end < _SEQUENTIAL_GAP:
+        for index, region in self._clip(regions):
+            near = self._open is not None and region.start - self._open.end < _SEQUENTIAL_GAP
+            if self._open is not None and near and index == self._clip_index:
                 self._open = Region(self._open.start, region.end)
             else:
                 self._close()
-                self._open = region
+                self._open, self._clip_index = region, index
         assert self._segmenter is not None
         if self._open is not None and (self.ended or self._segmenter.position - self._open.end >= _SEQUENTIAL_GAP):
             self._close()
@@ -129,23 +152,21 @@ class SequentialRecording(Recording):
             self._open = None
 
     def _advance(self) -> None:
-        if self._segmenter is None:
-            self._forget(self._seek)
-            return
-        keep = self._segmenter.position
-        if self._open is not None:
-            keep = min(keep, self._open.start)
-        if self._spans:
-            keep = min(keep, max(self._spans[0][0], self._seek))
-        if self._busy:
-            keep = min(keep, self._seek)
-        self._forget(max(keep, 0))
+        self._forget(self._needed())
 
-    @property
-    def backlog(self) -> int:
-        """Samples beyond the window that comes next."""
-        with self.lock:
-            return self._offset + sum(map(len, self._chunks)) - max(self._seek, self._offset)
+    def _needed(self) -> int:
+        if self._busy:
+            return self._seek
+        if (span := self._span()) is not None:
+            return span[0]
+        if self._segmenter is None:
+            return self.length  # every clip is done
+        if self._open is not None:
+            return min(max(self._open.start, self._seek), self._segmenter.position)
+        return self._segmenter.position
+
+    def _waiting(self) -> int:
+        return self._offset + sum(map(len, self._chunks)) - max(self._seek, self._offset)
 
     def _span(self) -> tuple[int, int, bool] | None:
         """Where the walk is: start, the end that is known, and whether that end is final."""
@@ -181,36 +202,64 @@ class SequentialRecording(Recording):
 
     def _keep(self, window: Window, draft: Draft) -> None:
         self._busy = False
-        step = window.duration if draft.done is None or draft.done < TIMESTAMP_STEP else draft.done
-        segments = draft.segments
-        if self.options.word_timestamps and segments and draft.done is not None:
-            ends = [segment.words[-1].end for segment in segments if segment.words]
-            if ends and ends[-1] > 0:
-                step = min(window.duration, ends[-1])
-        limit = self.options.hallucination_silence_threshold
-        if limit is not None:
-            kept, step = self._skip_hallucinations(window, segments, step, limit)
-            segments = kept
+        segments, step = self._walk(window, draft)
+        # Never beyond the window, whatever its timestamps say: other speech may begin there.
+        step = min(step, window.duration)
         self._seek = window.start + max(_SHORTEST_WINDOW, round(step * SAMPLE_RATE))
         self._add_segments(window, segments)
         for segment in segments:
             self._text += segment.tokens
         attempt = draft.attempt
-        hard = attempt is not None and (attempt.result.temperature > 0.5 or attempt.failed)
+        if attempt is None:
+            return  # silence says nothing about the text before it
+        hard = attempt.result.temperature > 0.5 or attempt.failed
         if hard or not self.options.condition_on_previous_text:
             self._since = len(self._text)  # text that was hard to get is no good example
+
+    def _walk(self, window: Window, draft: Draft) -> tuple[list[Segment], float]:
+        """The segments to keep of a window, and the second of it where the next one begins."""
+        segments, duration = draft.segments, window.duration
+        step = duration if draft.done is None or draft.done < TIMESTAMP_STEP else draft.done
+        if not self.options.word_timestamps:
+            return segments, step
+        limit = self.options.hallucination_silence_threshold
+        last = next((segment.words[-1].end for segment in reversed(segments) if segment.words), 0.0)
+        if draft.done is not None and last > 0:
+            step = last if limit is None or duration - last > limit else duration
+        return (segments, step) if limit is None else self._skip_hallucinations(window, segments, step, limit)
 
     def _skip_hallucinations(
         self, window: Window, segments: list[Segment], step: float, limit: float
     ) -> tuple[list[Segment], float]:
-        """openai/whisper's rule: probable hallucinations beside long silences are dropped and walked over."""
-        first = next((segment for segment in segments if segment.words), None)
-        if first is not None and is_anomalous(first) and first.start > limit:
-            return [], first.start  # silence before the first words: begin there
-        for i, segment in enumerate(segments):
-            if _is_island(segments, i, window.duration, limit):
-                return segments[:i], max(segment.start, TIMESTAMP_STEP * 5)
+        """openai/whisper's rule: probable hallucinations beside long silences are dropped, and the walk goes on there.
+
+        Source: openai/whisper ``transcribe.py``, ``hallucination_silence_threshold``.
+        """
+        duration, offset = window.duration, window.start / SAMPLE_RATE
+        spoken = [segment for segment in segments if segment.words]
+        if spoken and is_anomalous(spoken[0]) and spoken[0].start > limit:
+            return [], spoken[0].start  # silence before the first words: begin there
+        last_end = self._last_speech(window)
+        for segment, following in zip(spoken, [*spoken[1:], None], strict=True):
+            if is_anomalous(segment):
+                next_start = following.start if following else duration
+                begins = segment.start
+                silence_before = begins - last_end > limit or begins + offset < limit or begins < _EDGE_SECONDS
+                silence_after = (
+                    next_start - segment.end > limit
+                    or (following is not None and is_anomalous(following))
+                    or duration - segment.end < _EDGE_SECONDS
+                )
+                if silence_before and silence_after:
+                    rest = self.length / SAMPLE_RATE - offset - segment.end
+                    step = duration if self.ended and rest < limit else max(1.0, begins)
+                    return segments[: segments.index(segment)], step
+            last_end = segment.end
         return segments, step
+
+    def _last_speech(self, window: Window) -> float:
+        end = next((segment.words[-1].end for segment in reversed(self.segments) if segment.words), 0.0)
+        return min(0.0, end - window.start / SAMPLE_RATE)
 
 
 def _is_island(segments: Sequence[Segment], index: int, duration: float, limit: float) -> bool:

@@ -17,7 +17,7 @@ import numpy as np
 
 from stapes.audio.features import SAMPLE_RATE
 from stapes.audio.vad import Region, SpeechSegmenter
-from stapes.audio.windows import PackedWindow, skipped
+from stapes.audio.windows import PackedWindow, Piece, skipped
 from stapes.decoding.align import add_word_times, find_words, split_segments, token_frames
 from stapes.inference.engine import Alignment, DecodeRequest, DecodeResult
 from stapes.inference.segments import Attempt, best_attempt, final_tokens, judge, make_segments, slice_segments
@@ -26,7 +26,6 @@ from stapes.text.tokenizers import WhisperTokenizer
 from stapes.transcript import Segment
 
 _LANGUAGE_CONFIDENCE = 0.5
-_LANGUAGE_WINDOWS = 3
 _MAX_INITIAL_TIMESTAMP = 50
 """openai/whisper: a window's first timestamp is at most 1 s."""
 
@@ -80,6 +79,9 @@ class Recording(ABC):
     keeps_open_segment: ClassVar[bool]
     """Whether a segment that a window begins and does not end is kept; else the next window hears it again."""
 
+    language_windows: ClassVar[int]
+    """After how many windows the language is decided, however unsure it is."""
+
     def __init__(self, model: Model, options: TranscribeOptions, clips: Sequence[tuple[int, int | None]]) -> None:
         self.model, self.options = model, options
         self.clips = list(clips)
@@ -89,10 +91,11 @@ class Recording(ABC):
         self.segments: list[Segment] = []
         self.length = 0
         self.ended = False
+        self.error: Exception | None = None
         self.heard: list[PackedWindow] = []
         self._chunks: deque[np.ndarray] = deque()
         self._offset = 0  # sample of the recording that _chunks begin with
-        self._outstanding = 0
+        self._outstanding: set[Window] = set()  # taken and not completed
         self._language_votes: list[dict[str, float]] = []
         self._parked: deque[Window] = deque()
         self._segmenter = SpeechSegmenter() if options.vad else None
@@ -102,8 +105,10 @@ class Recording(ABC):
     def feed(self, pcm: np.ndarray, probabilities: np.ndarray | None) -> None:
         """Take the next samples, and the speech probabilities of the frames that they completed."""
         with self.lock:
-            self._chunks.append(pcm)
             self.length += len(pcm)
+            if self.error is not None:
+                return
+            self._chunks.append(pcm)
             if self._segmenter is not None and probabilities is not None:
                 self._take_regions(self._segmenter.feed(probabilities))
             self._advance()
@@ -112,9 +117,23 @@ class Recording(ABC):
         """The recording has ended."""
         with self.lock:
             self.ended = True
-            if self._segmenter is not None and probabilities is not None:
-                self._take_regions(self._segmenter.feed(probabilities, final=True, samples=self.length))
+            if self.error is not None:
+                return
+            if self._segmenter is not None:
+                last = np.zeros(0, np.float32) if probabilities is None else probabilities
+                self._take_regions(self._segmenter.feed(last, final=True, samples=self.length))
             self._advance()
+
+    def fail(self, error: Exception, window: Window | None = None) -> None:
+        """Give up on what is left, because of an error in handling it or a window of it; keep what there is."""
+        with self.lock:
+            self.error = self.error or error
+            if window is not None:
+                self._outstanding.discard(window)
+            self._outstanding.difference_update(self._parked)
+            self._parked.clear()
+            self._chunks.clear()
+            self._offset = self.length
 
     @abstractmethod
     def _take_regions(self, regions: Sequence[Region]) -> None:
@@ -125,18 +144,33 @@ class Recording(ABC):
         """Make the windows that have become possible and let go of audio that is not needed any more."""
 
     @property
-    @abstractmethod
     def backlog(self) -> int:
-        """Samples held: how far the feeding thread is ahead."""
+        """Samples that wait for the engine: how far the feeding thread is ahead."""
+        with self.lock:
+            return 0 if self.error is not None else self._waiting()
 
-    def _clip(self, regions: Sequence[Region]) -> list[Region]:
-        """The parts of regions that lie in the clips."""
+    @abstractmethod
+    def _waiting(self) -> int:
+        """Samples that wait for the engine."""
+
+    @property
+    def settled(self) -> int:
+        """Samples from the start on that are transcribed, or known to hold no speech."""
+        with self.lock:
+            return min(self.length, self._needed(), *(window.start for window in self._outstanding))
+
+    @abstractmethod
+    def _needed(self) -> int:
+        """First sample that a window to come may hold."""
+
+    def _clip(self, regions: Sequence[Region]) -> list[tuple[int, Region]]:
+        """The parts of regions that lie in clips, each with its clip's index."""
         out = []
         for region in regions:
-            for start, end in self.clips:
+            for index, (start, end) in enumerate(self.clips):
                 low, high = max(region.start, start), region.end if end is None else min(region.end, end)
                 if low < high:
-                    out.append(Region(low, high, region.pause if low == region.start else 0))
+                    out.append((index, Region(low, high, region.pause if low == region.start else 0)))
         return out
 
     def _gather(self, packed: PackedWindow) -> np.ndarray:
@@ -158,12 +192,14 @@ class Recording(ABC):
     def take(self) -> Window | None:
         """The next window, when there is one and the language is known or this window may tell it."""
         with self.lock:
+            if self.error is not None:
+                return None
             if self.language is not None and self._parked:
                 return self._parked.popleft()
-            waiting = self.language is None and self._outstanding > len(self._parked)
+            waiting = self.language is None and len(self._outstanding) > len(self._parked)
             window = None if waiting else self._next()
             if window is not None:
-                self._outstanding += 1
+                self._outstanding.add(window)
             elif self.language is None and self._parked and not waiting and self.ended:
                 self._decide_language()
                 return self._parked.popleft()
@@ -177,7 +213,7 @@ class Recording(ABC):
     def done(self) -> bool:
         """Whether nothing is left to do."""
         with self.lock:
-            return self.ended and self._outstanding == 0 and not self._has_more()
+            return self.ended and not self._outstanding and (self.error is not None or not self._has_more())
 
     @abstractmethod
     def _has_more(self) -> bool:
@@ -188,7 +224,7 @@ class Recording(ABC):
         with self.lock:
             self._language_votes.append(probabilities)
             self._parked.append(window)
-            if self._mean_votes()[1] < _LANGUAGE_CONFIDENCE and len(self._language_votes) < _LANGUAGE_WINDOWS:
+            if self._mean_votes()[1] < _LANGUAGE_CONFIDENCE and len(self._language_votes) < self.language_windows:
                 return False
             self._decide_language()
             return True
@@ -225,17 +261,19 @@ class Recording(ABC):
         )
 
     def prompt_tokens(self, previous: Sequence[int], *, initial: bool) -> tuple[int, ...]:
-        """What a window is told before it starts: hotwords, the initial prompt, the text before it."""
+        """What a window is told before it starts: hotwords, the initial prompt, the text before it.
+
+        As in openai/whisper, half of the text context is room for it, and of a prompt too long its end counts.
+        """
         options, tokenizer = self.options, self.model.tokenizer
+        told: list[int] = []
         room = self.model.text_context // 2 - 1
-        fixed: list[int] = []
         if options.hotwords:
-            fixed += tokenizer.encode(" " + options.hotwords.strip())
+            told += tokenizer.encode(" " + options.hotwords.strip())[:room]
         if options.initial_prompt and (initial or options.carry_initial_prompt):
-            fixed += tokenizer.encode(" " + options.initial_prompt.strip())
-        fixed = fixed[:room]
-        rest = list(previous)[-(room - len(fixed)) :] if room > len(fixed) else []
-        return (tokenizer.sot_prev, *fixed, *rest) if fixed or rest else ()
+            told += _last(tokenizer.encode(" " + options.initial_prompt.strip()), room - len(told))
+        told += _last(previous, room - len(told))
+        return (tokenizer.sot_prev, *told) if told else ()
 
     def judge(self, window: Window, result: DecodeResult) -> Draft | None:
         """Take the result of an attempt. None: it failed, and the window is to be tried again."""
@@ -267,7 +305,6 @@ class Recording(ABC):
         words, word_tokens = split_segments(tokenizer, draft.segments, self.language)
         mel_frames = min(3000, max(2, round(window.duration * 100)))
         (frames,) = token_frames([alignment.scores], [mel_frames], prefix_length=len(prompt) - 1)
-        previous = self.segments[-1].end - window.start / SAMPLE_RATE if self.segments else 0.0
         add_word_times(
             draft.segments,
             find_words(words, word_tokens, frames, alignment.probabilities),
@@ -275,17 +312,22 @@ class Recording(ABC):
             eot=tokenizer.eot,
             prepended=options.prepend_punctuations,
             appended=options.append_punctuations,
-            last_speech=min(0.0, previous),
+            last_speech=self._last_speech(window),
         )
+
+    def _last_speech(self, window: Window) -> float:
+        """Where the speech before a window ended, in window time; its beginning where that is not known."""
+        return 0.0
 
     def complete(self, window: Window, draft: Draft) -> None:
         """A window is done: keep its segments, in recording time."""
         with self.lock:
-            self._outstanding -= 1
+            self._outstanding.discard(window)
             window.encoded = None
             self.heard.append(window.packed)
             self._keep(window, draft)
-            self._advance()
+            if self.error is None:
+                self._advance()
 
     @abstractmethod
     def _keep(self, window: Window, draft: Draft) -> None:
@@ -305,5 +347,15 @@ class Recording(ABC):
 
     def skipped(self) -> list[tuple[float, float]]:
         """Where no speech was found, in seconds."""
-        windows = sorted(self.heard, key=lambda packed: packed.start)
-        return skipped(windows, self.length / SAMPLE_RATE)
+        pieces = sorted((piece.start, piece.end) for packed in self.heard for piece in packed.pieces)
+        heard: list[Piece] = []  # without overlaps: a window may have been heard again from somewhere on
+        for start, end in pieces:
+            if heard and start <= heard[-1].end:
+                heard[-1] = Piece(heard[-1].start, max(heard[-1].end, end))
+            else:
+                heard.append(Piece(start, end))
+        return skipped([PackedWindow(tuple(heard))], self.length / SAMPLE_RATE)
+
+
+def _last(tokens: Sequence[int], count: int) -> list[int]:
+    return list(tokens[-count:]) if count > 0 else []

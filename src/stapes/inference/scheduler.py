@@ -15,6 +15,9 @@ from stapes.inference.engine import DecodeRequest, Engine
 from stapes.inference.ingest import Ingest, Job
 from stapes.inference.recording import Draft, Window
 
+_RETRIES_WAITING = 32
+"""Windows that may wait for their next temperature before new ones are held back; each holds some MB of encoding."""
+
 
 class Scheduler:
     """Drives an engine through the windows that an `Ingest` provides."""
@@ -28,17 +31,19 @@ class Scheduler:
         """Transcribe everything; yield each job as it is done."""
         try:
             while True:
+                seen = ingest.changes
                 worked = self._encode(ingest)
                 worked |= self._admit()
                 if self.slots:
                     self.engine.step(self.steps)
-                    self._harvest()
+                    if self._harvest():
+                        ingest.completed()
                     worked = True
                 yield from ingest.finished()
                 if ingest.over and not self.slots and not self.encoded:
                     return
                 if not worked:
-                    ingest.wait(0.2)
+                    ingest.wait(seen, 0.2)
         finally:
             for slot in list(self.slots):
                 self.engine.release(slot)
@@ -48,7 +53,11 @@ class Scheduler:
     def _encode(self, ingest: Ingest) -> bool:
         """Encode the next windows, as many as the engine likes at once, when there is or will soon be room."""
         batch: list[Window] = []
-        while len(self.encoded) + len(batch) < self.engine.encoder_batch:
+        # Those that are to be tried again wait for slots of another kind: they must not keep new ones from theirs.
+        while (
+            sum(not window.attempts for window in self.encoded) + len(batch) < self.engine.encoder_batch
+            and sum(bool(window.attempts) for window in self.encoded) < _RETRIES_WAITING
+        ):
             window = ingest.take()
             if window is None:
                 break
@@ -112,26 +121,46 @@ class Scheduler:
         slots = self.engine.admit(requests, [window.encoded for window, _ in group])
         self.slots.update(zip(slots, (window for window, _ in group), strict=True))
 
-    def _harvest(self) -> None:
-        """Take what has ended: try again, or give it its words and hand it back."""
+    def _harvest(self) -> bool:
+        """Take what has ended: try again, or give it its words and hand it back. Whether there was any.
+
+        An error in handling a window is its recording's end, and no other's.
+        """
         ready: list[tuple[Any, Window, Draft]] = []
-        for slot, result in self.engine.harvest():
+        wanted: list[tuple[Any, Window, Draft, list[int], list[int]]] = []
+        harvested = self.engine.harvest()
+        for slot, result in harvested:
             window = self.slots[slot]
-            draft = window.recording.judge(window, result)
+            try:
+                draft = window.recording.judge(window, result)
+                words = None if draft is None else window.recording.words_wanted(draft)
+            except Exception as error:
+                self._free(slot)
+                window.recording.fail(error, window)
+                continue
             if draft is None:
                 self.encoded.appendleft(window)
                 self._free(slot)
+            elif words is None:
+                ready.append((slot, window, draft))
+            else:
+                wanted.append((slot, window, draft, *words))
+        alignments = self.engine.align([w[0] for w in wanted], [w[3] for w in wanted], [w[4] for w in wanted])
+        for (slot, window, draft, prompt, _), alignment in zip(wanted, alignments, strict=True):
+            try:
+                window.recording.add_words(window, draft, prompt, alignment)
+            except Exception as error:
+                self._free(slot)
+                window.recording.fail(error, window)
             else:
                 ready.append((slot, window, draft))
-        wanted = [(entry, wish) for entry in ready if (wish := entry[1].recording.words_wanted(entry[2])) is not None]
-        alignments = self.engine.align(
-            [entry[0] for entry, _ in wanted], [wish[0] for _, wish in wanted], [wish[1] for _, wish in wanted]
-        )
-        for ((_, window, draft), wish), alignment in zip(wanted, alignments, strict=True):
-            window.recording.add_words(window, draft, wish[0], alignment)
         for slot, window, draft in ready:
             self._free(slot)
-            window.recording.complete(window, draft)
+            try:
+                window.recording.complete(window, draft)
+            except Exception as error:
+                window.recording.fail(error, window)
+        return bool(harvested)
 
     def _free(self, slot: Any) -> None:
         del self.slots[slot]

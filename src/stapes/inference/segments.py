@@ -30,6 +30,7 @@ class Attempt:
     text: str
     compression_ratio: float
     silent: bool
+    repetitive: bool
     failed: bool
 
 
@@ -45,15 +46,15 @@ def judge(result: DecodeResult, tokenizer: WhisperTokenizer, options: Transcribe
     no_speech = options.no_speech_threshold is not None and result.no_speech_prob > options.no_speech_threshold
     silent = no_speech and (unlikely or options.logprob_threshold is None)
     repetitive = options.compression_ratio_threshold is not None and ratio > options.compression_ratio_threshold
-    failed = result.looped or repetitive or unlikely
-    return Attempt(result, text, ratio, silent, failed and not silent)
+    repetitive = repetitive or result.looped
+    return Attempt(result, text, ratio, silent, repetitive, (repetitive or unlikely) and not silent)
 
 
 def best_attempt(attempts: Sequence[Attempt]) -> Attempt:
     """The last attempt when it passed; when all failed, the likeliest of those that do not repeat themselves."""
     if not attempts[-1].failed:
         return attempts[-1]
-    sound = [a for a in attempts if not a.result.looped and a.compression_ratio <= 2.4]
+    sound = [attempt for attempt in attempts if not attempt.repetitive]
     return max(sound or attempts, key=lambda attempt: attempt.result.avg_logprob)
 
 
@@ -72,9 +73,11 @@ def slice_segments(
     """Cut a window's tokens at its timestamps.
 
     duration: seconds of sound in the window. keep_open: a last segment without an end is kept and lasts to the end
-    of the window; otherwise it is left for the next window, which then begins where it begins.
+    of the window; otherwise, as in openai/whisper, it is left for the next window, which then begins where it begins.
 
-    Returns the segments, and the second up to which the window is transcribed (None: all of it).
+    Returns the segments, and the second up to which the window is transcribed. None: all of it. A text that ends with
+    a single timestamp says that no speech follows; openai/whisper believes it and goes on after the window. With
+    ``keep_open`` the second is that timestamp: the window was packed full of speech, and its rest can be heard again.
     """
     slices: list[Slice] = []
     times = [token >= timestamp_begin for token in tokens]
@@ -87,10 +90,13 @@ def slice_segments(
     if not cuts:
         stamps = [token for token, is_time in zip(tokens, times, strict=True) if is_time]
         start = second(stamps[0]) if times and times[0] else 0.0
-        end = second(stamps[-1]) if ends_once and len(stamps) > 1 else duration
+        closed = ends_once and len(stamps) > 1
+        end = second(stamps[-1]) if closed else duration
         if any(not is_time for is_time in times):
             slices.append(_slice(start, end, duration, tokens))
-        return slices, end if ends_once and len(stamps) > 1 else None
+        if keep_open:
+            return slices, end if closed else None
+        return slices, None if ends_once else duration
 
     if ends_once:
         cuts.append(len(tokens))
@@ -101,10 +107,10 @@ def slice_segments(
         first = cut
     done = second(tokens[first - 1])
     rest = tokens[first:]
-    if any(not is_time for is_time in times[first:]) and keep_open:
+    if keep_open and any(not is_time for is_time in times[first:]):
         slices.append(_slice(second(rest[0]), duration, duration, rest))
         return slices, None
-    return slices, done
+    return slices, None if ends_once and not keep_open else done
 
 
 def _slice(start: float, end: float, duration: float, tokens: Sequence[int]) -> Slice:
