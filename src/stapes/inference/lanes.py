@@ -1,8 +1,8 @@
 """Decoder slots: rows of a batch that windows join and leave at every step.
 
 A *lane* holds slots of one kind: so many candidates each, searched by beam or written independently. A slot is a row
-of the cross-attention cache and, beside each other, its candidates' rows of the self-attention cache. Occupied rows
-are kept at the front, so that a step computes nothing for empty ones.
+of the memory of the encoder's states and, beside each other, its candidates' rows of the self-attention cache.
+Occupied rows are kept at the front, so that a step computes nothing for empty ones.
 """
 
 from __future__ import annotations
@@ -51,16 +51,13 @@ class Lane:
         self.device = weight.device
         heads, head = config.decoder_heads, config.width // config.decoder_heads
 
-        def cache(batch: int, positions: int) -> list[KeyValue]:
-            shape = (batch, heads, positions, head)
-            return [
-                (zeros(shape, weight.dtype, self.device), zeros(shape, weight.dtype, self.device))
-                for _ in range(config.decoder_layers)
-            ]
-
         batch = rows * group
-        self.self_cache = cache(batch, config.text_context)
-        self.cross_cache = cache(rows, config.audio_context)
+        shape = (batch, heads, config.text_context, head)
+        self.self_cache: list[KeyValue] = [
+            (zeros(shape, weight.dtype, self.device), zeros(shape, weight.dtype, self.device))
+            for _ in range(config.decoder_layers)
+        ]
+        self.memory: list[Tensor] = []  # of the encoder's states, (rows, …) each; made when the first windows join
         self.state = RuleState.empty(batch, self.device)
         self.tokens = torch.zeros(batch, config.text_context, dtype=torch.int64, device=self.device)
         self.positions = torch.zeros(batch, dtype=torch.int64, device=self.device)
@@ -83,7 +80,7 @@ class Lane:
     def admit(
         self,
         requests: Sequence[DecodeRequest],
-        cross: Sequence[KeyValue],
+        memory: Sequence[Tensor],
         prefix: Sequence[KeyValue],
         logits: Tensor,
         no_speech: Sequence[float],
@@ -91,18 +88,19 @@ class Lane:
     ) -> list[Slot]:
         """Occupy slots with windows whose prompts have been read, and choose their first tokens.
 
-        cross: per layer (windows, heads, 1500, head width). prefix: per layer, keys and values of the prompts,
+        memory: see ``TextDecoder.memory``, (windows, …). prefix: per layer, keys and values of the prompts,
         padded at the end. logits: (windows, vocabulary), float32, of what follows each prompt.
         """
+        if not self.memory:
+            self.memory = [zeros((self.rows, *kept.shape[1:]), kept.dtype, self.device) for kept in memory]
         slots = []
         for i, request in enumerate(requests):
             slot = Slot(self, len(self.slots), request, no_speech[i], self.tokens.shape[1] - len(request.prompt))
             self.slots.append(slot)
             slots.append(slot)
             span, length = self._range(slot), len(request.prompt)
-            for layer, (keys, values) in enumerate(cross):
-                self.cross_cache[layer][0][slot.row] = keys[i]
-                self.cross_cache[layer][1][slot.row] = values[i]
+            for kept, new in zip(self.memory, memory, strict=True):
+                kept[slot.row] = new[i]
             for layer, (keys, values) in enumerate(prefix):
                 self.self_cache[layer][0][span, :, :length] = keys[i, :, :length]
                 self.self_cache[layer][1][span, :, :length] = values[i, :, :length]
@@ -132,7 +130,7 @@ class Lane:
             self.state.last[:count, None],
             positions,
             [(keys[:count], values[:count]) for keys, values in self.self_cache],
-            [(keys[: len(self.slots)], values[: len(self.slots)]) for keys, values in self.cross_cache],
+            [kept[: len(self.slots)] for kept in self.memory],
             mask,
         )
         # A slot that ended but is not released yet stays where it is.
@@ -297,9 +295,8 @@ class Lane:
         for keys, values in self.self_cache:
             keys[target, :, :length] = keys[source, :, :length]
             values[target, :, :length] = values[source, :, :length]
-        for keys, values in self.cross_cache:
-            keys[slot.row] = keys[last.row]
-            values[slot.row] = values[last.row]
+        for kept in self.memory:
+            kept[slot.row] = kept[last.row]
         for tensor in (
             *self.state.fields(),
             self.tokens,

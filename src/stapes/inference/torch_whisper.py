@@ -10,9 +10,10 @@ from torch import Tensor
 
 from stapes.audio.features import log_mel_spectrogram, pad_windows
 from stapes.decoding.rules import Vocabulary
+from stapes.inference.cpu import adapt
 from stapes.inference.engine import Alignment, DecodeRequest, DecodeResult
 from stapes.inference.lanes import Lane, Slot, zeros
-from stapes.inference.packed import can_pack, pack
+from stapes.inference.packed import is_worth_packing, pack
 from stapes.models.whisper import KeyValue, Whisper
 
 
@@ -36,8 +37,8 @@ class TorchWhisperEngine:
     ) -> None:
         self.device = model.decoder.positions.device
         self.dtype = model.decoder.positions.dtype
-        if self.device.type == "cpu" and self.dtype == torch.float32 and can_pack():
-            pack(model)
+        if is_worth_packing(self.device, self.dtype):
+            adapt(pack(model))
         elif model.decoder.embedding.weight.dtype != self.dtype:
             model.decoder.embedding.to(self.dtype)
         self.model, self.vocabulary = model, vocabulary
@@ -66,8 +67,8 @@ class TorchWhisperEngine:
     @torch.inference_mode()
     def detect_language(self, encoded: Sequence[Tensor]) -> list[dict[str, float]]:
         """Probability of each language, from what the model would write after <|startoftranscript|>."""
-        cross = self.model.decoder.cross_keys_values(torch.stack(list(encoded)))
-        states, _, _ = self._read([[self.sot]] * len(encoded), cross)
+        memory = self.model.decoder.memory(torch.stack(list(encoded)))
+        states, _, _ = self._read([[self.sot]] * len(encoded), memory)
         logits = self.model.decoder.logits(states[:, 0]).float()
         codes, ids = list(self.languages), list(self.languages.values())
         return [dict(zip(codes, row, strict=True)) for row in logits[:, ids].softmax(dim=-1).tolist()]
@@ -87,18 +88,18 @@ class TorchWhisperEngine:
     def admit(self, requests: Sequence[DecodeRequest], encoded: Sequence[Tensor]) -> list[Slot]:
         """Read the prompts of windows, put them into slots of one lane and write their first tokens."""
         decoder = self.model.decoder
-        cross = decoder.cross_keys_values(torch.stack(list(encoded)))
-        states, prefix, _ = self._read([request.prompt for request in requests], cross)
+        memory = decoder.memory(torch.stack(list(encoded)))
+        states, prefix, _ = self._read([request.prompt for request in requests], memory)
         index = torch.arange(len(requests), device=self.device)
         ends = torch.tensor([len(request.prompt) - 1 for request in requests], device=self.device)
         starts = torch.tensor([request.sot_index for request in requests], device=self.device)
         logits = decoder.logits(states[index, ends]).float()
         at_start = decoder.logits(states[index, starts]).float()
         no_speech = at_start.softmax(dim=-1)[:, self.vocabulary.no_speech].tolist()
-        return self._lane(requests[0]).admit(requests, cross, prefix, logits, no_speech, self.blank)
+        return self._lane(requests[0]).admit(requests, memory, prefix, logits, no_speech, self.blank)
 
     def _read(
-        self, prompts: Sequence[Sequence[int]], cross: Sequence[KeyValue], heads: dict[int, list[int]] | None = None
+        self, prompts: Sequence[Sequence[int]], memory: Sequence[Tensor], heads: dict[int, list[int]] | None = None
     ) -> tuple[Tensor, list[KeyValue], Tensor | None]:
         """Run token sequences of different lengths, padded at the end, through the decoder."""
         count = max(len(prompt) for prompt in prompts)
@@ -113,7 +114,7 @@ class TorchWhisperEngine:
         ]
         positions = torch.arange(count, device=self.device).expand(len(prompts), -1)
         mask = torch.ones(count, count, dtype=torch.bool, device=self.device).tril()[None, None]
-        states, scores = self.model.decoder(tokens.to(self.device), positions, cache, cross, mask, heads)
+        states, scores = self.model.decoder(tokens.to(self.device), positions, cache, memory, mask, heads)
         return states, cache, scores
 
     @torch.inference_mode()
@@ -136,15 +137,10 @@ class TorchWhisperEngine:
         if not slots:
             return []
         rows = [(slot.lane, slot.row) for slot in slots]
-        cross = [
-            (
-                torch.stack([lane.cross_cache[layer][0][row] for lane, row in rows]),
-                torch.stack([lane.cross_cache[layer][1][row] for lane, row in rows]),
-            )
-            for layer in range(self.model.config.decoder_layers)
-        ]
+        count = len(slots[0].lane.memory)
+        memory = [torch.stack([lane.memory[kept][row] for lane, row in rows]) for kept in range(count)]
         sequences = [[*prompt, *text, self.vocabulary.end] for prompt, text in zip(prompts, texts, strict=True)]
-        states, _, scores = self._read(sequences, cross, self.heads)
+        states, _, scores = self._read(sequences, memory, self.heads)
         assert scores is not None
         out = []
         for i, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
@@ -155,6 +151,7 @@ class TorchWhisperEngine:
             out.append(Alignment(scores[i, :, :count].float(), chosen.cpu().numpy()))
         return out
 
+    @torch.inference_mode()
     def release(self, slot: Slot) -> None:
         """Free a slot, ended or not."""
         slot.lane.release(slot)

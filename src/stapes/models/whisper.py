@@ -70,6 +70,20 @@ class Attention(nn.Module):
         return self.out(out.transpose(1, 2).flatten(2))
 
 
+class CrossAttention(Attention):
+    """Attention over the encoder's states."""
+
+    def forward(
+        self, x: Tensor, keys: Tensor, values: Tensor, heads: Sequence[int] | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend for x (rows, queries, width); also the scores (rows, heads, queries, 1500) of ``heads``, if any."""
+        query = self.split(self.query(x))
+        scores = None
+        if heads:
+            scores = query[:, heads] @ keys[:, heads].transpose(-1, -2) / math.sqrt(query.shape[-1])
+        return self.attend(query, (keys, values)), scores
+
+
 class MLP(nn.Module):
     """Two linear layers around a GELU."""
 
@@ -129,7 +143,7 @@ class DecoderLayer(nn.Module):
         self.attention_norm = nn.LayerNorm(width)
         self.attention = Attention(width, heads)
         self.cross_attention_norm = nn.LayerNorm(width)
-        self.cross_attention = Attention(width, heads)
+        self.cross_attention = CrossAttention(width, heads)
         self.mlp_norm = nn.LayerNorm(width)
         self.mlp = MLP(width)
 
@@ -148,31 +162,33 @@ class TextDecoder(nn.Module):
         self.projection: nn.Module | None = None
         """Stands in for the embedding as output projection where an engine has a faster one."""
 
-    def cross_keys_values(self, states: Tensor) -> list[KeyValue]:
-        """Keys and values of every layer for the encoder's states (rows, 1500, width)."""
-        pairs = []
+    def memory(self, states: Tensor) -> list[Tensor]:
+        """What the decoder keeps of the encoder's states (rows, 1500, width).
+
+        Keys and values of the first layer, of the second and so on, each (rows, heads, 1500, head width).
+        """
+        out = []
         for layer in self.layers:
             assert isinstance(layer, DecoderLayer)
-            pairs.append(layer.cross_attention.keys_values(states))
-        return pairs
+            out += layer.cross_attention.keys_values(states)
+        return out
 
     def forward(
         self,
         tokens: Tensor,
         positions: Tensor,
         self_cache: Sequence[KeyValue],
-        cross_cache: Sequence[KeyValue],
+        memory: Sequence[Tensor],
         mask: Tensor,
         attention_heads: Mapping[int, Sequence[int]] | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Read ``tokens`` and return the states they lead to.
 
         tokens, positions: (batch, count), int64. Their keys and values are written into ``self_cache`` at
-        ``positions``. self_cache: per layer, (batch, heads, text context, head width). cross_cache: per layer,
-        (rows, heads, 1500, head width) with batch = rows × group: the candidates of one window are neighbours in
-        the batch and share a row. mask: (batch, 1, count, span) of what each token may look back at, True or 0
-        for yes; ``span`` bounds how far the cache is read. attention_heads: layer → heads whose scaled
-        cross-attention scores (before the softmax) are wanted.
+        ``positions``. self_cache: per layer, (batch, heads, text context, head width). memory: see ``memory``, with
+        batch = rows × group: the candidates of one window are neighbours in the batch and share a row. mask:
+        (batch, 1, count, span) of what each token may look back at, True for yes; ``span`` bounds how far the cache
+        is read. attention_heads: layer → heads whose scaled cross-attention scores (before the softmax) are wanted.
 
         Returns states (batch, count, width), normalised, ready for ``logits``; and the scores
         (batch, heads wanted, count, 1500), or None.
@@ -193,15 +209,13 @@ class TextDecoder(nn.Module):
             query = attention.split(attention.query(normed))
             x = x + attention.attend(query, (keys[:, :, :span], values[:, :, :span]), mask)
 
-            cross = layer.cross_attention
-            query = cross.query(layer.cross_attention_norm(x))
-            shared = query.reshape(cross_cache[index][0].shape[0], -1, query.shape[-1])  # (rows, group × count, width)
-            split = cross.split(shared)
-            if attention_heads and index in attention_heads:
-                heads = list(attention_heads[index])
-                score = split[:, heads] @ cross_cache[index][0][:, heads].transpose(-1, -2) / math.sqrt(split.shape[-1])
+            keys, values = memory[2 * index], memory[2 * index + 1]
+            normed = layer.cross_attention_norm(x).reshape(keys.shape[0], -1, x.shape[-1])  # (rows, group × count, …)
+            heads = attention_heads.get(index) if attention_heads else None
+            attended, score = layer.cross_attention(normed, keys, values, heads)
+            if score is not None:
                 scores.append(score)
-            x = x + cross.attend(split, cross_cache[index]).reshape(batch, count, -1)
+            x = x + attended.reshape(batch, count, -1)
             x = x + layer.mlp(layer.mlp_norm(x))
         return self.norm(x), torch.cat(scores, dim=1) if scores else None
 
@@ -230,8 +244,8 @@ class Whisper(nn.Module):
         cache = [(empty.clone(), empty.clone()) for _ in range(config.decoder_layers)]
         positions = torch.arange(count, device=mel.device).expand(batch, -1)
         mask = torch.ones(count, count, dtype=torch.bool, device=mel.device).tril()[None, None]
-        cross = self.decoder.cross_keys_values(self.encoder(mel))
-        states, _ = self.decoder(tokens, positions, cache, cross, mask)
+        memory = self.decoder.memory(self.encoder(mel))
+        states, _ = self.decoder(tokens, positions, cache, memory, mask)
         return self.decoder.logits(states)
 
 
