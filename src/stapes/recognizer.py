@@ -21,7 +21,7 @@ from stapes.checkpoints.load import load_whisper, open_checkpoint
 from stapes.decoding.rules import Vocabulary
 from stapes.devices.backend import Device, choose_dtype, resolve
 from stapes.errors import ModelError, UsageError
-from stapes.inference.ingest import Ingest, Job
+from stapes.inference.ingest import Ingest, Job, name_of
 from stapes.inference.packed import is_worth_packing, pack_module
 from stapes.inference.recording import Model
 from stapes.inference.scheduler import Scheduler
@@ -311,7 +311,7 @@ class Recognizer:
             duration=job.duration + job.offset if recordings else 0.0,
             segments=segments,
             error=job.error if not segments else None,
-            path=job.name,
+            path=name_of(job.source),  # as given; job.name is the printable form that messages use
             model=self.name,
             timings={"total": time.perf_counter() - job.started},
             skipped=[(a + job.offset, b + job.offset) for a, b in silent[0]] if len(silent) == 1 else [],
