@@ -1,0 +1,1 @@
+"""Measure recognisers on recordings with known words, and compare what was measured."""
