@@ -35,7 +35,7 @@ class Slot:
     limit: int
     ended: bool = False
     finished: list[tuple[float, list[int]]] = field(default_factory=list)
-    loop_ends: dict[int, int] = field(default_factory=dict)  # candidate → tokens it had written when it was stopped
+    loop_ends: dict[int, int] = field(default_factory=dict)  # candidate → tokens up to where it was found looping
     checked: int = 0
 
 
@@ -94,8 +94,10 @@ class Lane:
         if not self.memory:
             self.memory = [zeros((self.rows, *kept.shape[1:]), kept.dtype, self.device) for kept in memory]
         slots = []
+        # One less than there is room for: word times read the text again with <|notimestamps|> and the end.
+        room = self.tokens.shape[1] - 1
         for i, request in enumerate(requests):
-            slot = Slot(self, len(self.slots), request, no_speech[i], self.tokens.shape[1] - len(request.prompt))
+            slot = Slot(self, len(self.slots), request, no_speech[i], room - len(request.prompt))
             self.slots.append(slot)
             slots.append(slot)
             span, length = self._range(slot), len(request.prompt)
@@ -157,13 +159,15 @@ class Lane:
             tokens = torch.where(temperature > 0, drawn, tokens)
         chosen = logits.gather(1, tokens[:, None])[:, 0] - logits.logsumexp(dim=-1)
         tokens = torch.where(self.ended[span], self.vocabulary.end, tokens)
-        self._write(tokens, chosen, state, span)
+        self.logprobs[span].scatter_(1, self._place(state), chosen[:, None])
+        self._write(tokens, state, span)
         self.ended[span] |= tokens == self.vocabulary.end
 
-    def _write(self, tokens: Tensor, logprobs: Tensor, state: RuleState, span: slice) -> None:
-        at = state.count.clamp_max(self.tokens.shape[1] - 1)[:, None]
-        self.tokens[span].scatter_(1, at, tokens[:, None])
-        self.logprobs[span].scatter_(1, at, logprobs[:, None])
+    def _place(self, state: RuleState) -> Tensor:
+        return state.count.clamp_max(self.tokens.shape[1] - 1)[:, None]
+
+    def _write(self, tokens: Tensor, state: RuleState, span: slice) -> None:
+        self.tokens[span].scatter_(1, self._place(state), tokens[:, None])
         state.append(tokens, self.vocabulary)
 
     def _choose_beams(self, logits: Tensor, state: RuleState, span: slice) -> None:
@@ -176,8 +180,7 @@ class Lane:
         written = self.tokens[span].cpu().numpy()
         source = np.arange(logits.shape[0])
         next_tokens = np.full(logits.shape[0], self.vocabulary.end)
-        sums = self.sums[span].cpu().numpy()
-        next_sums = sums.copy()
+        next_sums = self.sums[span].cpu().numpy().copy()
         for slot in self.slots[span.start // group : span.stop // group]:
             base = slot.row * group - span.start
             if slot.ended:
@@ -190,7 +193,8 @@ class Lane:
                 beam, choice = divmod(int(index), group + 1)
                 token, total = int(choices[base + beam, choice]), float(block[beam, choice])
                 if token == self.vocabulary.end:
-                    newly_ended.append((total, written[base + beam, : counts[base]].tolist()))
+                    if total > float("-inf"):  # not what continues a forbidden token, taken for want of others
+                        newly_ended.append((total, written[base + beam, : counts[base]].tolist()))
                     continue
                 source[base + kept], next_tokens[base + kept], next_sums[base + kept] = base + beam, token, total
                 kept += 1
@@ -198,18 +202,23 @@ class Lane:
                     break
             wanted = max(1, round(group * slot.request.patience))
             slot.finished += newly_ended[: max(0, wanted - len(slot.finished))]
-            slot.ended = len(slot.finished) >= wanted
+            size = int(counts[base]) + 1
+            if slot.request.stop_loops and size % _LOOP_CHECK_EVERY == 0:
+                # The other beams are variations of the best: one look is enough.
+                best = [*written[source[base], : size - 1].tolist(), int(next_tokens[base])]
+                if repeats(best):
+                    slot.loop_ends = dict.fromkeys(range(group), size)
+            # A search that has ended stands still from here on, whenever it is harvested.
+            slot.ended = len(slot.finished) >= wanted or bool(slot.loop_ends) or size >= slot.limit
         self._reorder(torch.from_numpy(source).to(self.device), span, state)
         self.sums[span] = torch.from_numpy(next_sums).to(self.device)
-        gains = torch.from_numpy(next_sums - sums[source]).to(self.device)
-        self._write(torch.from_numpy(next_tokens).to(self.device), gains, state, span)
+        self._write(torch.from_numpy(next_tokens).to(self.device), state, span)
 
     def _reorder(self, source: Tensor, span: slice, state: RuleState) -> None:
         if torch.equal(source, torch.arange(len(source), device=source.device)):
             return
         state.reorder(source)
         self.tokens[span] = self.tokens[span][source]
-        self.logprobs[span] = self.logprobs[span][source]
         length = max(self.lengths[span])
         for keys, values in self.self_cache:
             keys[span, :, :length] = keys[span, :, :length][source]
@@ -226,47 +235,47 @@ class Lane:
         for slot in self.slots:
             span = self._range(slot)
             written = min(int(counts[span.start]), slot.limit)
-            if slot.request.stop_loops:
-                self._stop_loops(slot, written, ended)
             if not self.beam:
-                slot.ended = all(ended[span.start + i] or i in slot.loop_ends for i in range(self.group))
-            if written >= slot.limit:
-                slot.ended = True
+                if slot.request.stop_loops:
+                    self._stop_loops(slot, written)
+                slot.ended = written >= slot.limit or all(
+                    ended[span.start + i] or i in slot.loop_ends for i in range(self.group)
+                )
             if slot.ended:
                 out.append((slot, self._result(slot, written)))
         return out
 
-    def _stop_loops(self, slot: Slot, written: int, ended: np.ndarray) -> None:
-        """Look at the text as it stood every few tokens, so that the verdict does not depend on when we look."""
+    def _stop_loops(self, slot: Slot, written: int) -> None:
+        """Look at the texts as they stood every few tokens, so that the verdict does not depend on when we look."""
         due = range(slot.checked + _LOOP_CHECK_EVERY, written + 1, _LOOP_CHECK_EVERY)
         if not due:
             return
         slot.checked = due[-1]
         span = self._range(slot)
-        # The other beams are variations of the best: one look is enough.
-        texts = self.tokens[span.start : span.start + 1 if self.beam else span.stop, :written].tolist()
-        for i, text in enumerate(texts):
-            if ended[span.start + i] or i in slot.loop_ends:
+        for i, text in enumerate(self.tokens[span, :written].tolist()):
+            if i in slot.loop_ends:
                 continue
+            length = text.index(self.vocabulary.end) if self.vocabulary.end in text else written
             for size in due:
-                if repeats(text[:size]):
+                if size <= length and repeats(text[:size]):
                     slot.loop_ends[i] = size
                     self.ended[span.start + i] = True
                     break
-        if self.beam and slot.loop_ends:
-            slot.ended = True
 
     def _result(self, slot: Slot, written: int) -> DecodeResult:
         candidates = [(total, tokens, False) for total, tokens in slot.finished]
         if len(candidates) < self.group:
             span = self._range(slot)
             texts, logprobs = self.tokens[span, :written].tolist(), self.logprobs[span, :written].tolist()
+            sums = self.sums[span].tolist()
             unfinished = []
             for i, (text, gains) in enumerate(zip(texts, logprobs, strict=True)):
                 size = slot.loop_ends.get(i, written)
+                total = sum(gains[:size])
                 if self.vocabulary.end in text[:size]:
                     size = text.index(self.vocabulary.end)
-                unfinished.append((sum(gains[: size + 1]), text[:size], i in slot.loop_ends))
+                    total = sum(gains[: size + 1])  # ending is part of the text
+                unfinished.append((sums[i] if self.beam else total, text[:size], i in slot.loop_ends))
             unfinished.sort(key=lambda candidate: -candidate[0])
             candidates += unfinished[: self.group - len(candidates)]
 
@@ -276,7 +285,8 @@ class Lane:
             norm = max(1, len(tokens)) if alpha is None else ((5 + len(tokens)) / 6) ** alpha
             return total / norm
 
-        total, tokens, looped = max(candidates, key=rank)
+        # A loop is likely, token by token; a candidate that is none is worth more all the same.
+        total, tokens, looped = max(candidates, key=lambda candidate: (not candidate[2], rank(candidate)))
         return DecodeResult(
             tokens=tokens,
             avg_logprob=total / (len(tokens) + 1),

@@ -96,7 +96,13 @@ class TorchWhisperEngine:
         logits = decoder.logits(states[index, ends]).float()
         at_start = decoder.logits(states[index, starts]).float()
         no_speech = at_start.softmax(dim=-1)[:, self.vocabulary.no_speech].tolist()
-        return self._lane(requests[0]).admit(requests, memory, prefix, logits, no_speech, self.blank)
+        lane = self._lane(requests[0])
+        occupied = len(lane.slots)
+        try:
+            return lane.admit(requests, memory, prefix, logits, no_speech, self.blank)
+        except BaseException:  # out of memory, or interrupted: nobody else knows of these slots yet
+            del lane.slots[occupied:]
+            raise
 
     def _read(
         self, prompts: Sequence[Sequence[int]], memory: Sequence[Tensor], heads: dict[int, list[int]] | None = None
