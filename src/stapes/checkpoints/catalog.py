@@ -113,7 +113,7 @@ def find(name: str, model_dir: str | Path | None = None) -> Location | None:
     name = ALIASES.get(name, name)
     folder = Path(model_dir) if model_dir else default_folder()
     for candidate in (folder / _folder_name(name), folder / f"{_folder_name(name)}.pt"):
-        if candidate.is_file() or (candidate / "config.json").is_file():
+        if _is_file(candidate) or _is_file(candidate / "config.json"):
             return Location(candidate)
     for module, data, others in _PACKAGES.get(name, []):
         found = _package(module, data, others)
@@ -131,6 +131,13 @@ def _path(name: str) -> Path | None:
         return path if path.is_file() or (path.is_dir() and os.access(path, os.R_OK | os.X_OK)) else None
     except (OSError, RuntimeError):  # too long for a path; ~ of an unknown user
         return None
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # too long for a path
+        return False
 
 
 def _folder_name(name: str) -> str:
