@@ -18,6 +18,7 @@ from stapes.audio.vad import VoiceActivityDetector
 from stapes.checkpoints import catalog
 from stapes.checkpoints.formats import WhisperCheckpoint
 from stapes.checkpoints.load import load_whisper, open_checkpoint
+from stapes.checkpoints.tokenizer import open_tokenizer
 from stapes.decoding.rules import Vocabulary
 from stapes.devices.backend import Device, choose_dtype, resolve
 from stapes.errors import ModelError, UsageError
@@ -64,7 +65,7 @@ def load(
     dtype = choose_dtype(precision, where)
     name, location = _find(model, where, task, language, model_dir, offline, progress)
     checkpoint = open_checkpoint(location.path, name, location.parts)
-    tokenizer = _tokenizer(checkpoint, model_dir)
+    tokenizer = open_tokenizer(checkpoint, model_dir)
     adapt = pack_module if is_worth_packing(where.torch, dtype) else None
     network = load_whisper(checkpoint, dtype, where.torch, adapt)
     slots = batch_size or _default_slots(where)
@@ -125,24 +126,6 @@ def _find(
         found = catalog.Location(catalog.pull(name, model_dir, None, offline))
     label = name if name in catalog.KNOWN or catalog.repository_of(name) else found.path.name
     return label, found
-
-
-def _tokenizer(checkpoint: WhisperCheckpoint, model_dir: str | Path | None) -> WhisperTokenizer:
-    """The model's own tokenizer; a bare ``.pt`` borrows that of a model with the same vocabulary."""
-    vocab_size = checkpoint.config.vocab_size
-    if checkpoint.tokenizer is not None:
-        return WhisperTokenizer.from_file(checkpoint.tokenizer, vocab_size=vocab_size)
-    for name in catalog.KNOWN:
-        known = catalog.KNOWN[name]
-        location = catalog.find(name, model_dir)
-        if location is None or known.languages != checkpoint.config.languages or location.path.is_file():
-            continue
-        file = location.path / "tokenizer.json"
-        if file.exists():
-            return WhisperTokenizer.from_file(file, vocab_size=vocab_size)
-    raise ModelError(
-        f"{checkpoint.path} comes without a tokenizer.json: put the one of the same size from Hugging Face beside it"
-    )
 
 
 def _default_slots(device: Device) -> int:
