@@ -1,0 +1,54 @@
+"""Text normalisers: what counts as the same word.
+
+``english`` and ``basic`` are those of Whisper's paper (Radford et al. 2022, appendix C), with openai/whisper's own code
+and spelling table in the package ``whisper-normalizer``; the Open ASR Leaderboard scores English with the former.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Literal, get_args
+
+from stapes.errors import UsageError
+
+NormalizerName = Literal["auto", "english", "basic", "none"]
+
+UNSPACED = frozenset({"zh", "yue", "ja", "th", "lo", "my"})
+"""Languages written without spaces between words: as in Whisper's paper, ``auto`` counts their characters."""
+
+
+def choose(name: str, language: str | None) -> str:
+    """What ``name`` means for a language code: ``english``, ``basic``, ``basic, by character`` or ``none``.
+
+    ``auto`` is English for English and for rows of unknown language, and basic for every other language. Raises
+    UsageError for a name that is none.
+    """
+    if name not in get_args(NormalizerName):
+        raise UsageError(f"--normalizer is {name!r}: say {', '.join(get_args(NormalizerName))}")
+    if name != "auto":
+        return name
+    if language in (None, "en"):
+        return "english"
+    return "basic, by character" if language in UNSPACED else "basic"
+
+
+def normalize(text: str, name: str) -> str:
+    """``text`` as it is compared, single spaces between words. ``name`` is one that ``choose`` gave."""
+    return " ".join(_normalizer(name)(text).split())
+
+
+@cache
+def _normalizer(name: str) -> Callable[[str], str]:
+    if name == "none":
+        return str
+    try:
+        from whisper_normalizer.basic import BasicTextNormalizer
+        from whisper_normalizer.english import EnglishTextNormalizer
+    except ImportError as error:
+        raise UsageError(
+            f"the {name} normaliser needs whisper-normalizer: pip install 'stapes[evaluate]', or --normalizer none"
+        ) from error
+    if name == "english":
+        return EnglishTextNormalizer()
+    return BasicTextNormalizer(split_letters=name == "basic, by character")
