@@ -49,7 +49,9 @@ class PackedRecording(Recording):
 
     def _take_regions(self, regions: Sequence[Region]) -> None:
         for index, region in self._clip(regions):
-            if index != self._clip_index:  # or a short gap between two clips would be heard with them
+            held = self._packer.position
+            far = held is not None and region.start - held > _LONGEST_SPAN
+            if far or index != self._clip_index:  # or a short gap between two clips would be heard with them
                 self._emit(self._packer.flush())
                 self._clip_index = index
             self._emit(self._packer.feed([region]))

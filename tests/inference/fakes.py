@@ -1,0 +1,197 @@
+"""A model that needs no weights: a tokenizer of numbers, and an engine that writes what a script says."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from stapes.inference.engine import Alignment, DecodeRequest, DecodeResult
+from stapes.inference.recording import Model
+
+EOT, BEGIN = 1000, 1100
+SOT, SOT_PREV, TRANSCRIBE, NO_TIMESTAMPS = 1001, 1002, 1003, 1099
+POISON = 666
+"""A word that the tokenizer cannot stand."""
+LANGUAGES = {"en": 1010, "de": 1011, "fr": 1012}
+
+
+def at(seconds: float) -> int:
+    """The timestamp token of a time."""
+    return BEGIN + round(seconds / 0.02)
+
+
+class FakeTokenizer:
+    """Token n below 1000 is the word " n"; a text of numbers is its tokens."""
+
+    eot, sot, sot_prev, timestamp_begin = EOT, SOT, SOT_PREV, BEGIN
+    transcribe, translate, sot_lm, no_speech = TRANSCRIBE, 1004, 1005, 1006
+    is_multilingual = True
+
+    def encode(self, text: str) -> list[int]:
+        return [int(word) for word in text.split()]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        if POISON in ids:
+            raise ValueError("poison")
+        return "".join(f" {id}" for id in ids if id < EOT)
+
+    def start_sequence(self, language: str | None, task: str, *, without_timestamps: bool) -> list[int]:
+        assert language is not None, "decoded before its language was known"
+        return [SOT, LANGUAGES[language], TRANSCRIBE, *([NO_TIMESTAMPS] if without_timestamps else [])]
+
+    def language_id(self, code: str) -> int:
+        return LANGUAGES[code]
+
+    def non_speech_tokens(self) -> list[int]:
+        return []
+
+    def split_to_words(self, ids: Sequence[int], language: str | None = None) -> tuple[list[str], list[list[int]]]:
+        return [f" {id}" for id in ids], [[id] for id in ids]
+
+
+MODEL = Model(FakeTokenizer(), 448, ())  # type: ignore[arg-type]
+
+Script = Callable[[np.ndarray, DecodeRequest], DecodeResult]
+
+
+def result(tokens: Sequence[int], **changes: Any) -> DecodeResult:
+    """A result that every threshold likes."""
+    values = {"avg_logprob": -0.3, "no_speech_prob": 0.01, "temperature": 0.0, "looped": False} | changes
+    return DecodeResult(tokens=list(tokens), **values)
+
+
+def whole(pcm: np.ndarray, request: DecodeRequest) -> DecodeResult:
+    """One segment through all of the window, whose word tells what was heard."""
+    seconds = len(pcm) / 16000
+    return result([at(0), 1 + int(abs(float(pcm[len(pcm) // 2])) * 900), at(seconds)], temperature=request.temperature)
+
+
+@dataclass(eq=False)
+class FakeSlot:
+    pcm: np.ndarray
+    request: DecodeRequest
+    left: int
+    told: bool = False
+
+
+@dataclass
+class FakeEngine:
+    """``rows`` slots of each kind; a window takes ``steps(pcm, request)`` steps. Records what was done."""
+
+    script: Script = whole
+    rows: int = 4
+    encoder_batch: int = 1
+    steps: Callable[[np.ndarray, DecodeRequest], int] = lambda pcm, request: 3
+    languages: Callable[[np.ndarray], dict[str, float]] = lambda pcm: {"en": 0.9, "de": 0.1, "fr": 0.0}
+    words: Callable[[Sequence[int]], list[float]] | None = None
+    log: list[tuple[Any, ...]] = field(default_factory=list)
+    active: list[FakeSlot] = field(default_factory=list)
+    lanes: dict[Any, Any] = field(default_factory=dict)
+    fail_in: dict[str, int] = field(default_factory=dict)
+    threads: set[int] = field(default_factory=set)
+
+    @property
+    def slots(self) -> int:
+        return self.rows
+
+    def _called(self, name: str) -> None:
+        self.threads.add(threading.get_ident())
+        if name in self.fail_in:
+            self.fail_in[name] -= 1
+            if self.fail_in[name] <= 0:
+                raise RuntimeError(f"{name} broke")
+
+    def encode(self, windows: Sequence[np.ndarray]) -> list[np.ndarray]:
+        self._called("encode")
+        assert 1 <= len(windows) <= self.encoder_batch
+        assert all(0 < len(window) <= 480_000 for window in windows)
+        self.log.append(("encode", len(windows)))
+        return list(windows)
+
+    def detect_language(self, encoded: Sequence[np.ndarray]) -> list[dict[str, float]]:
+        self._called("detect_language")
+        return [self.languages(pcm) for pcm in encoded]
+
+    def free_slots(self, request: DecodeRequest) -> int:
+        kind = (request.candidates, request.is_beam)
+        return self.rows - sum((s.request.candidates, s.request.is_beam) == kind for s in self.active)
+
+    def admit(self, requests: Sequence[DecodeRequest], encoded: Sequence[np.ndarray]) -> list[FakeSlot]:
+        self._called("admit")
+        assert len({(r.candidates, r.is_beam) for r in requests}) == 1
+        assert len(requests) <= self.free_slots(requests[0])
+        new = [FakeSlot(pcm, r, self.steps(pcm, r)) for pcm, r in zip(encoded, requests, strict=True)]
+        self.active += new
+        for slot in new:
+            self.log.append(("admit", slot.request.temperature, round(float(slot.pcm[0]), 3)))
+        return new
+
+    def step(self, count: int) -> None:
+        self._called("step")
+        self.log.append(("step", len(self.active)))
+        for slot in self.active:
+            slot.left -= count
+
+    def harvest(self) -> list[tuple[FakeSlot, DecodeResult]]:
+        self._called("harvest")
+        ended = [slot for slot in self.active if slot.left <= 0 and not slot.told]
+        for slot in ended:
+            slot.told = True
+        return [(slot, self.script(slot.pcm, slot.request)) for slot in ended]
+
+    def align(
+        self, slots: Sequence[FakeSlot], prompts: Sequence[Sequence[int]], texts: Sequence[Sequence[int]]
+    ) -> list[Alignment]:
+        """Token i of a text is heard from ``words(text)[i]`` seconds on; by default they come every half second."""
+        out = []
+        for slot, prompt, text in zip(slots, prompts, texts, strict=True):
+            starts = self.words(text) if self.words else [0.5 * i for i in range(len(text))]
+            frames = max(1, len(slot.pcm) // 320)
+            scores = torch.full((1, len(prompt) + len(text) + 1, 1500), -10.0)
+            edges = [min(frames - 1, round(start / 0.02)) for start in starts] + [frames]
+            for i, (start, end) in enumerate(zip(edges[:-1], edges[1:], strict=True)):
+                scores[0, len(prompt) - 1 + i, start : max(end, start + 1)] = 10.0
+            out.append(Alignment(scores, np.full(len(text), 0.9)))
+        return out
+
+    def release(self, slot: FakeSlot) -> None:
+        self.active.remove(slot)
+
+
+def tone(seconds: float, level: float = 0.5) -> np.ndarray:
+    """Constant samples: what is heard says where it is from."""
+    return np.full(round(seconds * 16000), level, np.float32)
+
+
+class FakeDetector:
+    """Speech wherever the first sample of a frame is not zero."""
+
+    def state(self) -> list[np.ndarray]:
+        return [np.zeros(0, np.float32)]
+
+    def probabilities(
+        self, states: Sequence[list[np.ndarray]], pcm: Sequence[np.ndarray], *, final: bool = False
+    ) -> list[np.ndarray]:
+        out = []
+        for state, samples in zip(states, pcm, strict=True):
+            held = np.concatenate([state[0], samples])
+            count = -(-len(held) // 512) if final else len(held) // 512
+            out.append((held[: count * 512 : 512] != 0).astype(np.float32) * 0.98 + 0.01)
+            state[0] = held[count * 512 :]
+        return out
+
+
+def living_workers() -> list[threading.Thread]:
+    """Ingest's threads that are alive."""
+    return [thread for thread in threading.enumerate() if thread.name.startswith("ingest-")]
+
+
+def endless(seconds: float, level: float = 0.5) -> Iterator[np.ndarray]:
+    """A stream of ten-second chunks that is never whole in memory."""
+    for _ in range(round(seconds / 10)):
+        yield tone(10, level)
