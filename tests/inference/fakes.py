@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -89,6 +90,7 @@ class FakeEngine:
     steps: Callable[[np.ndarray, DecodeRequest], int] = lambda pcm, request: 3
     languages: Callable[[np.ndarray], dict[str, float]] = lambda pcm: {"en": 0.9, "de": 0.1, "fr": 0.0}
     words: Callable[[Sequence[int]], list[float]] | None = None
+    probability: float = 0.9
     log: list[tuple[Any, ...]] = field(default_factory=list)
     active: list[FakeSlot] = field(default_factory=list)
     lanes: dict[Any, Any] = field(default_factory=dict)
@@ -154,9 +156,9 @@ class FakeEngine:
             frames = max(1, len(slot.pcm) // 320)
             scores = torch.full((1, len(prompt) + len(text) + 1, 1500), -10.0)
             edges = [min(frames - 1, round(start / 0.02)) for start in starts] + [frames]
-            for i, (start, end) in enumerate(zip(edges[:-1], edges[1:], strict=True)):
+            for i, (start, end) in enumerate(pairwise(edges)):
                 scores[0, len(prompt) - 1 + i, start : max(end, start + 1)] = 10.0
-            out.append(Alignment(scores, np.full(len(text), 0.9)))
+            out.append(Alignment(scores, np.full(len(text), self.probability)))
         return out
 
     def release(self, slot: FakeSlot) -> None:
