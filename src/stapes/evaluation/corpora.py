@@ -13,8 +13,8 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -123,7 +123,7 @@ def _unique(rows: Iterable[Row]) -> list[Row]:
     for row in rows:
         seen[row.id] = count = seen.get(row.id, 0) + 1
         if count > 1:
-            row = Row(**{name: getattr(row, name) for name in Row.__slots__} | {"id": f"{row.id}#{count}"})
+            row = replace(row, id=f"{row.id}#{count}")
         out.append(row)
     return out
 
@@ -179,7 +179,7 @@ def _read_table(manifest: Path, file: TextIO, delimiter: str) -> Iterator[Row]:
     folder = manifest.parent
     clips = folder / "clips"
     for number, value in enumerate(csv.DictReader(file, delimiter=delimiter, quoting=quoting), 2):
-        row = {key: text for key, text in value.items() if key and text not in (None, "")}
+        row: dict[str, Any] = {key: text for key, text in value.items() if key and text not in (None, "")}
         name = _first(row, _AUDIO)
         where = f"{manifest}, line {number}"
         inside = isinstance(name, str) and not (folder / name).exists() and (clips / name).exists()
@@ -265,7 +265,7 @@ def _recordings(supervisions: Path) -> dict[str, dict[str, Any]]:
         return {str(value.get("id")): value for _, value in _json_lines(beside, file)}
 
 
-def _first(value: dict[str, Any], names: tuple[str, ...]) -> Any:
+def _first(value: Mapping[str, Any], names: tuple[str, ...]) -> Any:
     return next((value[name] for name in names if value.get(name) is not None), None)
 
 
@@ -286,7 +286,7 @@ def _language(value: Any) -> str | None:
         return text.partition("-")[0]
 
 
-def _number(value: dict[str, Any], names: tuple[str, ...], where: str) -> float | None:
+def _number(value: Mapping[str, Any], names: tuple[str, ...], where: str) -> float | None:
     found = _first(value, names)
     if found is None or found == "":
         return None

@@ -11,17 +11,16 @@ from functools import cache
 from typing import Literal, get_args
 
 from stapes.errors import UsageError
+from stapes.text.tokenizers import LANGUAGES_WITHOUT_SPACES
 
 NormalizerName = Literal["auto", "english", "basic", "none"]
-
-UNSPACED = frozenset({"zh", "yue", "ja", "th", "lo", "my"})
-"""Languages written without spaces between words: as in Whisper's paper, ``auto`` counts their characters."""
 
 
 def choose(name: str, language: str | None) -> str:
     """What ``name`` means for a language code: ``english``, ``basic``, ``basic, by character`` or ``none``.
 
-    ``auto`` is English for English and for rows of unknown language, and basic for every other language. Raises
+    ``auto`` is English for English and for rows of unknown language, and basic for every other language; where
+    it is written without spaces between words, characters are counted, as in Whisper's paper. Raises
     UsageError for a name that is none.
     """
     if name not in get_args(NormalizerName):
@@ -30,7 +29,7 @@ def choose(name: str, language: str | None) -> str:
         return name
     if language in (None, "en"):
         return "english"
-    return "basic, by character" if language in UNSPACED else "basic"
+    return "basic, by character" if language in LANGUAGES_WITHOUT_SPACES else "basic"
 
 
 def normalize(text: str, name: str) -> str:
