@@ -17,6 +17,7 @@ from cyclopts import App, CycloptsError, Parameter, UnknownCommandError
 import stapes
 from stapes.cli import models
 from stapes.cli.arguments import normalise
+from stapes.cli.compare import compare
 from stapes.cli.interrupts import interruptible
 from stapes.cli.terminal import display, prepare_streams, to_json
 from stapes.cli.transcribe import transcribe
@@ -33,6 +34,7 @@ app = App(
 )
 app.command(transcribe, usage="Usage: stapes transcribe [OPTIONS] INPUT…")
 app.command(models.app)
+app.command(compare, usage="Usage: stapes compare [OPTIONS] RESULT…")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
