@@ -101,6 +101,11 @@ class FakeEngine:
     def slots(self) -> int:
         return self.rows
 
+    @slots.setter
+    def slots(self, rows: int) -> None:
+        assert not self.active, "resized while windows are in slots"
+        self.rows = rows
+
     def _called(self, name: str) -> None:
         self.threads.add(threading.get_ident())
         if name in self.fail_in:
