@@ -1,22 +1,17 @@
 """Word error rate as Whisper's paper counts it: after Whisper's text normaliser.
 
 English goes through the English normaliser (Radford et al. 2022, appendix C: numerals, contractions, British
-spellings), every other language through the basic one. ``english_spelling.json`` is openai/whisper's table of
-British and American spellings (MIT licence, in ``english_spelling.LICENSE``).
+spellings), every other language through the basic one.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
 
 import jiwer
-from transformers.models.whisper.english_normalizer import BasicTextNormalizer, EnglishTextNormalizer
 
-SPELLING = Path(__file__).parent / "english_spelling.json"
+from stapes.evaluation.normalizers import normalize
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,17 +27,9 @@ class WordErrors:
         return 100.0 * self.errors / self.words
 
 
-@cache
-def normaliser(language: str) -> BasicTextNormalizer | EnglishTextNormalizer:
-    """Whisper's normaliser for a language code."""
-    if language == "en":
-        return EnglishTextNormalizer(json.loads(SPELLING.read_text(encoding="utf-8")))
-    return BasicTextNormalizer()
-
-
 def normalise(text: str, language: str) -> str:
     """``text`` as it is compared: lower case, no punctuation, single spaces."""
-    return " ".join(normaliser(language)(text).split())
+    return normalize(text, "english" if language == "en" else "basic")
 
 
 def word_errors(spoken: Sequence[str], written: Sequence[str], language: str) -> WordErrors:

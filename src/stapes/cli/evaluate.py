@@ -51,8 +51,16 @@ class EvaluateOptions:
     """Print the result as one JSON object."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MeasuredModel(ModelOptions):
+    """How the model runs; which one is the first argument."""
+
+    model: Annotated[str | None, Parameter(show=False)] = None
+    """Another way to say MODEL."""
+
+
 _EVALUATE = EvaluateOptions()
-_MODEL = ModelOptions()
+_MODEL = MeasuredModel()
 _OPTIONS = TranscribeOptions()
 
 
@@ -71,7 +79,7 @@ def evaluate(
         ),
     ],
     evaluation: Annotated[EvaluateOptions, _group("Evaluation", 1)] = _EVALUATE,
-    model: Annotated[ModelOptions, _group("Model", 2)] = _MODEL,
+    model: Annotated[MeasuredModel, _group("Model", 2)] = _MODEL,
     options: Annotated[TranscribeOptions, _group("Transcription", 4)] = _OPTIONS,
 ) -> int:
     """Measure how well and how fast a model writes down recordings whose words are known.
@@ -85,8 +93,8 @@ def evaluate(
     The language is each recording's own unless --language gives one. A recording that fails counts as if all of its
     words were left out, is named, and makes the exit code 1.
 
-    Exit code: 0 all done, 1 some recordings failed, 2 wrong usage, 3 no usable device or model, 130 interrupted (the same
-    command goes on).
+    Exit code: 0 all done, 1 some recordings failed, 2 wrong usage, 3 no usable device or model, 130 interrupted (the
+    same command goes on).
     """
     names = [*([model.model] if model.model else []), *inputs]
     if len(names) != 2:
@@ -255,8 +263,8 @@ def _summary(result: Result, folder: Path) -> str:
         lines.append(f"{result.hallucination.repeated_ngram_utterances} utterances repeat themselves")
     if speed.throughput is not None and speed.latency_p50 is not None and speed.latency_p95 is not None:
         lines.append(
-            f"{speed.throughput:.1f} × real time (RTF {speed.real_time_factor:.3f}), latency {speed.latency_p50:.2f} s, "
-            f"95 % within {speed.latency_p95:.2f} s"
+            f"{speed.throughput:.1f} × real time (RTF {speed.real_time_factor:.3f}), "
+            f"latency {speed.latency_p50:.2f} s, 95 % within {speed.latency_p95:.2f} s"
         )
     if result.memory.peak_rss_bytes is not None:
         lines.append(f"{result.memory.peak_rss_bytes / 2**20:,.0f} MiB memory at most")

@@ -18,6 +18,7 @@ import stapes
 from stapes.cli import models
 from stapes.cli.arguments import normalise
 from stapes.cli.compare import compare
+from stapes.cli.evaluate import evaluate
 from stapes.cli.interrupts import interruptible
 from stapes.cli.terminal import display, prepare_streams, to_json
 from stapes.cli.transcribe import transcribe
@@ -34,6 +35,7 @@ app = App(
 )
 app.command(transcribe, usage="Usage: stapes transcribe [OPTIONS] INPUT…")
 app.command(models.app)
+app.command(evaluate, usage="Usage: stapes evaluate [OPTIONS] MODEL MANIFEST")
 app.command(compare, usage="Usage: stapes compare [OPTIONS] RESULT…")
 
 
