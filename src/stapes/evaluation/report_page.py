@@ -162,13 +162,14 @@ def _plots(each: Set, prefix: str) -> dict[str, list[Plot]]:
     systems = each.systems[:MAX_SYSTEMS]
     fits = all(system.index < MAX_SYSTEMS for system in systems)
     looks = {id(system): system.index if fits else place for place, system in enumerate(systems)}
+    names = dict(zip(map(id, systems), _without_common_end([system.label for system in systems]), strict=True))
     plots: dict[str, list[Plot]] = {"speed": [], "bins": [], "errors": [], "memory": []}
     by_machine: dict[str, list[Series]] = {}
     for system in systems:
         throughput, rate = system.result.speed.throughput, system.wer
         if throughput and rate.value is not None:
             point = Point(throughput, rate.value, *_limits(rate))
-            by_machine.setdefault(system.machine, []).append(Series(looks[id(system)], system.label, [point]))
+            by_machine.setdefault(system.machine, []).append(Series(looks[id(system)], names[id(system)], [point]))
     several = len({system.machine for system in each.systems}) > 1
     for letter, series in by_machine.items():
         title = "Speed and accuracy" + (f" on machine {letter}" if several else "")
@@ -186,14 +187,14 @@ def _plots(each: Set, prefix: str) -> dict[str, list[Plot]]:
             for x, name in enumerate(bins):
                 rate = system.breakdown[key][name].rate
                 points.append(None if rate.value is None else Point(x, rate.value, *_limits(rate)))
-            series.append(Series(looks[id(system)], system.label, points))
+            series.append(Series(looks[id(system)], names[id(system)], points))
         draw = f"{prefix}-{key}"
         if key == "language":
             plots["bins"].append(over_parts(draw, f"WER by {title}", bins, series))
         else:
             plots["bins"].append(over_bins(draw, f"WER by {title}", title, bins, series))
     rows = [
-        (s.label, [100 * count / s.words for count in (s.substitutions, s.deletions, s.insertions)])
+        (names[id(s)], [100 * count / s.words for count in (s.substitutions, s.deletions, s.insertions)])
         for s in systems
         if s.words
     ]
@@ -208,9 +209,17 @@ def _plots(each: Set, prefix: str) -> dict[str, list[Plot]]:
     ):
         known = [(s, bytes_of(s)) for s in systems if bytes_of(s)]
         if known:
-            rows = [(s.label + (f" (machine {s.machine})" if several else ""), [size / 1e9]) for s, size in known]
+            rows = [(names[id(s)] + (f" (machine {s.machine})" if several else ""), [size / 1e9]) for s, size in known]
             plots["memory"].append(stacked_bars(f"{prefix}-memory-{name}", title, "GB", rows, ["peak"], " GB"))
     return plots
+
+
+def _without_common_end(labels: list[str]) -> list[str]:
+    """Labels less the words that all of them end with: in one plot these only take room."""
+    words = [label.split() for label in labels]
+    while len(words) > 1 and all(len(each) > 1 for each in words) and len({each[-1] for each in words}) == 1:
+        words = [each[:-1] for each in words]
+    return [" ".join(each) for each in words]
 
 
 def _limits(rate: Any) -> tuple[float, float]:

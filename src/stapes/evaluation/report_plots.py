@@ -55,6 +55,7 @@ _LINES: list[Any] = [
     "-",
     "--",
 ]
+_NAME_SIZE = 8.0  # points, of names beside lines and points
 _HATCHES = ["", "///", "xx"]
 
 _STYLE: dict[Any, Any] = {
@@ -121,23 +122,25 @@ def speed_accuracy(name: str, title: str, systems: Sequence[Series]) -> Plot:
     """WER with its interval over throughput: one point a system, all measured on one machine."""
     with rc_context(_STYLE):
         figure, axes = _figure(4.6, 3.1)
-        named: list[tuple[float, float, str, int]] = []
+        named: list[tuple[Point, str, int]] = []
         for system in systems:
             for point in filter(None, system.points):
                 _errorbar(axes, system.index, [point], [point.x], connect=False, size=8)
-                named.append((point.x, point.value, system.label, system.index))
+                named.append((point, system.label, system.index))
         axes.set_xscale("log")
-        xs = [x for x, *_ in named]
+        xs = [point.x for point, *_ in named]
         axes.set_xlim(min(xs) / 1.8, max(xs) * 1.8)
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}×"))
-        if max(xs) / min(xs) < 20:
-            axes.xaxis.set_minor_formatter(FuncFormatter(lambda value, _: f"{value:,.3g}×"))
+        axes.xaxis.set_major_formatter(FuncFormatter(_times))
+        if max(xs) / min(xs) < 40:
+            axes.xaxis.set_minor_formatter(FuncFormatter(_times))
             axes.xaxis.set_minor_locator(_LogSteps())
         _rate_axis(axes, [point for system in systems for point in system.points])
         axes.set_xlabel("throughput: seconds of audio per second, log scale →")
         axes.set_ylabel("WER, 95 % interval")
         _name_points(axes, named)
-        description = "; ".join(f"{label}: {100 * y:.2f} % at {x:.3g} times real time" for x, y, label, _ in named)
+        description = "; ".join(
+            f"{label}: {100 * point.value:.2f} % at {point.x:.3g} times real time" for point, label, _ in named
+        )
         return _finish(figure, name, title, f"Word error rate over throughput. {description}.")
 
 
@@ -229,8 +232,8 @@ def stacked_bars(
 
 
 def _figure(width: float, height: float) -> tuple[Figure, Any]:
-    """A figure of inches, with one pair of axes."""
-    figure = Figure(figsize=(width, height), layout="constrained", facecolor="none")
+    """A figure of inches, with one pair of axes; a pixel is a point, as in its SVG."""
+    figure = Figure(figsize=(width, height), dpi=72, layout="constrained", facecolor="none")
     axes = figure.subplots()
     axes.set_facecolor("none")
     return figure, axes
@@ -273,45 +276,65 @@ def _rate_axis(axes: Any, points: Sequence[Point | None], along: str = "y") -> N
 
 def _name_ends(axes: Any, ends: Sequence[tuple[float, float, str, int]]) -> None:
     """Names to the right of the plot, each at the height where its line ends, moved apart where they would touch."""
-    if not ends:
-        return
     left, right = axes.get_xlim()
-    _place(axes, [(right + 0.02 * (right - left), "left", *end) for end in ends], line_height=0.058)
-
-
-def _name_points(axes: Any, named: Sequence[tuple[float, float, str, int]]) -> None:
-    """Names beside the points of a scatter: to the right, or to the left for those in the right half."""
-    low, high = (math.log10(limit) for limit in axes.get_xlim())
-    sides: dict[str, list[tuple[float, str, float, float, str, int]]] = {"left": [], "right": []}
-    for x, y, label, index in named:
-        place = (math.log10(x) - low) / (high - low)
-        align = "right" if place > 0.55 else "left"
-        at = 10 ** (low + (high - low) * (place + (0.025 if align == "left" else -0.025)))
-        sides[align].append((at, align, x, y, label, index))
-    for names in sides.values():
-        _place(axes, names, line_height=0.048)
-
-
-def _place(axes: Any, names: Sequence[tuple[float, str, float, float, str, int]], line_height: float) -> None:
-    """Write names (at x, alignment, point's x, point's y, name, look), keeping their heights apart."""
     bottom, top = axes.get_ylim()
-    texts = [_wrap(label, 18) for *_, label, _ in names]
-    heights = [line_height * (text.count("\n") + 1) + 0.01 for text in texts]
-    wanted = [(y - bottom) / (top - bottom) for _, _, _, y, _, _ in names]
-    for (at, align, x, y, _, index), text, place in zip(names, texts, _apart(wanted, heights), strict=True):
-        axes.annotate(
-            text,
-            xy=(x, y),
-            xytext=(at, bottom + place * (top - bottom)),
-            ha=align,
-            va="center",
-            fontsize=8,
-            color=_SERIES[index],
-            fontweight="bold",
-            linespacing=1.05,
-            annotation_clip=False,
-            arrowprops={"arrowstyle": "-", "color": _SERIES[index], "linewidth": 0.6, "shrinkA": 1, "shrinkB": 5},
-        )
+    texts = [_wrap(label, 18) for _, _, label, _ in ends]
+    heights = [0.056 * (text.count("\n") + 1) + 0.012 for text in texts]
+    places = _apart([(y - bottom) / (top - bottom) for _, y, _, _ in ends], heights)
+    for (x, y, _, index), text, place in zip(ends, texts, places, strict=True):
+        at = (right + 0.02 * (right - left), bottom + place * (top - bottom))
+        _name(axes, text, (x, y), at, "data", "left", index)
+
+
+def _name_points(axes: Any, named: Sequence[tuple[Point, str, int]]) -> None:
+    """Names beside the points of a scatter: each at the nearest place where it covers neither point nor name."""
+    axes.figure.draw_without_rendering()  # gives the axes their place
+    points, lows, highs = (
+        axes.transData.transform([(point.x, getattr(point, name)) for point, *_ in named])
+        for name in ("value", "low", "high")
+    )
+    frame = axes.get_window_extent()
+    taken = [(px - 6, py - 6, px + 6, py + 6) for px, py in points]
+    taken += [(px - 2, low, px + 2, high) for (px, low), (_, high) in zip(lows, highs, strict=True)]
+    for (px, py), (point, label, index) in zip(points, named, strict=True):
+        text = _wrap(label, 18)
+        lines = text.split("\n")
+        # Bold letters of the measuring font are about 0.72 of its size wide.
+        width, height = 0.72 * _NAME_SIZE * max(map(len, lines)), 1.25 * _NAME_SIZE * len(lines)
+
+        def box(dx: float, dy: float, px: float = px, py: float = py, width: float = width, height: float = height):
+            left = px + dx - (width if dx < 0 else 0)
+            return left, py + dy - height / 2, left + width, py + dy + height / 2
+
+        def cost(place: tuple[float, float], box: Any = box) -> float:
+            x0, y0, x1, y1 = box(*place)
+            outside = x0 < frame.x0 or x1 > frame.x1 + 40 or y0 < frame.y0 or y1 > frame.y1 + 6
+            covers = sum(x0 < b[2] and x1 > b[0] and y0 < b[3] and y1 > b[1] for b in taken)
+            return 1000 * covers + 500 * outside + math.hypot(*place)
+
+        steps = range(-60, 61, 6)
+        dx, dy = min(((side, step) for side in (9, -9, 24, -24) for step in steps), key=cost)
+        taken.append(box(dx, dy))
+        _name(axes, text, (point.x, point.value), (dx, dy), "offset points", "left" if dx > 0 else "right", index)
+
+
+def _name(axes: Any, text: str, xy: Any, at: Any, coordinates: str, align: str, index: int) -> None:
+    """Write a system's name in its colour, with a thin line to its point."""
+    arrow = {"arrowstyle": "-", "color": _SERIES[index], "linewidth": 0.6, "shrinkA": 1, "shrinkB": 5}
+    axes.annotate(
+        text,
+        xy=xy,
+        xytext=at,
+        textcoords=coordinates,
+        ha=align,
+        va="center",
+        fontsize=_NAME_SIZE,
+        color=_SERIES[index],
+        fontweight="bold",
+        linespacing=1.05,
+        annotation_clip=False,
+        arrowprops={**arrow, "relpos": (0.0 if align == "left" else 1.0, 0.5)},
+    )
 
 
 def _apart(wanted: Sequence[float], heights: Sequence[float]) -> list[float]:
@@ -329,14 +352,17 @@ def _apart(wanted: Sequence[float], heights: Sequence[float]) -> list[float]:
     return placed
 
 
+def _times(value: float, _: int) -> str:
+    """The label of a throughput: ``0.5×``, ``2,000×``."""
+    return f"{value:,.10g}×"
+
+
 class _LogSteps(MaxNLocator):
-    """Ticks at 1, 2 and 5 of each decade, for axes of about one decade."""
+    """Ticks at 2 and 5 of each decade, beside those at 1."""
 
     def tick_values(self, vmin: float, vmax: float) -> list[float]:  # pyright: ignore[reportIncompatibleMethodOverride]
         decades = range(math.floor(math.log10(vmin)), math.ceil(math.log10(vmax)) + 1)
-        return [
-            step * 10.0**decade for decade in decades for step in (2, 3, 5, 7) if vmin <= step * 10.0**decade <= vmax
-        ]
+        return [step * 10.0**decade for decade in decades for step in (2, 5) if vmin <= step * 10.0**decade <= vmax]
 
 
 def _spoken(bins: Sequence[str], systems: Sequence[Series]) -> str:

@@ -12,6 +12,9 @@ from stapes.evaluation.results import Rate
 
 UNKNOWN = "–"
 
+# How the rows of side-by-side tables are ordered; what is not named here comes last.
+_ORDER = ("fp32", "bf16", "fp16", "fp8", "int8", "int4", "CPU", "GPU", "ctc", "attention", "hybrid")
+
 
 @dataclass(frozen=True, slots=True)
 class Cell:
@@ -108,7 +111,7 @@ def summary(each: Set) -> Table:
         Column("Precision", number=False),
         Column("Device", number=False),
         Column("WER", "Word error rate and its 95 % interval"),
-        Column("Against baseline", "Difference in WER in points with its 95 % interval, paired; matched-pairs test"),
+        Column("vs baseline", "Difference in WER in points with its 95 % interval, paired; matched-pairs test"),
         Column("CER", "Character error rate and its 95 % interval"),
         Column("Sub.", "Words substituted"),
         Column("Del.", "Words deleted"),
@@ -119,7 +122,7 @@ def summary(each: Set) -> Table:
         Column("Memory", "Most resident memory of the process"),
         Column("GPU memory", "Most memory allocated on the GPU"),
         Column("Energy", "As the device reports it"),
-        Column("Parameters"),
+        Column("Params", "Parameters of the model"),
         Column("Training cost", number=False),
         Column("Machine", number=False),
         Column("Software", number=False),
@@ -150,7 +153,7 @@ def summary(each: Set) -> Table:
     notes = []
     if len(each.systems) > 1:
         notes.append(
-            f"Against baseline ({each.baseline.label}): difference in WER in percentage points with its 95 % interval "
+            f"vs baseline ({each.baseline.label}): difference in WER in percentage points with its 95 % interval "
             f"(paired bootstrap) over the same {each.utterances:,} utterances; p from the matched-pairs "
             "sentence-segment word-error test, adjusted after Holm for the number of comparisons. "
             "★ marks p < 0.05."
@@ -282,14 +285,16 @@ def _view(
     columns += [Column("Training cost", number=False), Column("Machine", number=False)]
     rows = []
     for members in groups.values():
+        members.sort(key=lambda system: _ORDER.index(varied(system)) if varied(system) in _ORDER else len(_ORDER))
         first = members[0]
         for system in members:
             result = system.result
+            ran = "" if name == "Precision" or not result.model.precision else f" {result.model.precision}"
             mine, its = result.speed.throughput, first.result.speed.throughput
             ratio = mine / its if mine and its and system.machine == first.machine else None
             rows.append(
                 [
-                    Cell(f"{result.system} {result.model.name}", result.model.name),
+                    Cell(f"{result.system} {result.model.name}{ran}", result.model.name),
                     Cell(str(varied(system)), str(varied(system)), strong=True),
                     Cell(percent(system.wer.value), system.wer.value, _interval(system.wer)),
                     Cell(figures(result.speed.real_time_factor), result.speed.real_time_factor),
