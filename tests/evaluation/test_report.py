@@ -289,7 +289,7 @@ def test_speed_is_never_compared_between_machines(tmp_path: Path) -> None:
     spoken = made.utterances(30)
     gpu = {"fingerprint": "beef", "cpu": "Other CPU", "gpus": [{"name": "Some GPU", "memory_bytes": 16_000_000_000}]}
     folders = [
-        made.write(tmp_path / "cpu", spoken, throughput=10.0),
+        made.write(tmp_path / "cpu", spoken, throughput=10.0, model={"device": "CPU"}),
         made.write(tmp_path / "gpu", spoken, throughput=400.0, model={"device": "cuda:0"}, machine=gpu),
     ]
     found = report.compare(folders)

@@ -22,11 +22,7 @@ from stapes.evaluation.report_counts import UNKNOWN, ResultCounts
 from stapes.evaluation.report_words import Piece, WordErrors, difference
 from stapes.evaluation.results import RESULT, Rate, Result, Utterance, read_result
 from stapes.evaluation.scoring import RESAMPLES, PairedDifference, Tally, matched_pairs, paired_bootstrap
-
-DURATION_EDGES = (2.0, 5.0, 10.0, 20.0, 30.0)
-"""Seconds at which bins of length part."""
-SNR_EDGES = (0.0, 5.0, 10.0, 15.0, 20.0, 30.0)
-"""Decibels at which bins of signal-to-noise ratio part."""
+from stapes.evaluation.summary import DURATION_EDGES, SNR_EDGES
 
 _BIN_RESAMPLES = 1000
 

@@ -321,7 +321,7 @@ def _precision(system: System) -> str | None:
 
 def _device(system: System) -> str | None:
     device = system.result.model.device
-    return None if device is None else "CPU" if device.startswith("cpu") else "GPU"
+    return None if device is None else "CPU" if device.lower().startswith("cpu") else "GPU"
 
 
 def _objective(system: System) -> str | None:
