@@ -183,7 +183,9 @@ def _read_table(manifest: Path, file: TextIO, delimiter: str) -> Iterator[Row]:
         name = _first(row, _AUDIO)
         where = f"{manifest}, line {number}"
         inside = isinstance(name, str) and not (folder / name).exists() and (clips / name).exists()
-        yield _plain_row(manifest, where, {"text": "", **row}, clips if inside else folder)
+        if _first(row, _TEXT) is None and any(column in value for column in _TEXT):
+            row["text"] = ""  # an empty cell: nothing is said
+        yield _plain_row(manifest, where, row, clips if inside else folder)
 
 
 def _plain_row(manifest: Path, where: str, value: dict[str, Any], folder: Path) -> Row:

@@ -137,7 +137,7 @@ class Evaluation:
         self.given = language_code(options.language) if options.language is not None else None
         choose(normalizer, None)
         normalize("", choose(normalizer, "en"))  # now, not after an hour of work
-        word_errors("", "")
+        word_errors("a", "b")
         self._run = self._begin(model)
         self._peer: Peer | None = None
         self._session = _Session()
@@ -158,9 +158,11 @@ class Evaluation:
             "snr": self.measure_snr,
         }
         file = self.folder / RUN
-        if not file.exists():
-            if (self.folder / UTTERANCES).exists():
-                raise UsageError(f"{self.folder} holds {UTTERANCES} without its {RUN}: choose another folder with -o")
+        utterances = self.folder / UTTERANCES
+        begun = utterances.exists() and utterances.stat().st_size > 0
+        if begun and not file.exists():
+            raise UsageError(f"{self.folder} holds {UTTERANCES} without its {RUN}: choose another folder with -o")
+        if not begun:  # whatever was tried here before came to nothing
             run = _Run(identity=identity)
             write_json(file, asdict(run))
             return run
@@ -172,7 +174,8 @@ class Evaluation:
             ) from None
         if different := _differences(run.identity, json.loads(json.dumps(identity))):
             raise UsageError(
-                f"{self.folder} holds another evaluation: {'; '.join(different)}. Choose another folder with -o, or delete it"
+                f"{self.folder} holds another evaluation: {'; '.join(different)}. "
+                "Choose another folder with -o, or delete it"
             )
         return run
 
@@ -290,8 +293,7 @@ class Evaluation:
         """Score one output and write it down. Raises OutputError."""
         row = self.corpus.rows[output.row]
         language = self.given or row.language
-        written_in = "en" if self.options.task == "translate" else language
-        name = choose(self.normalizer, written_in)
+        name = self._normalizer(language)
         reference, hypothesis = normalize(row.text, name), normalize(output.text, name)
         words, characters = word_errors(reference, hypothesis), character_errors(reference, hypothesis)
         utterance = Utterance(
@@ -323,6 +325,9 @@ class Evaluation:
         self._session.audio_seconds += output.duration
         return utterance
 
+    def _normalizer(self, language: str | None) -> str:
+        return choose(self.normalizer, "en" if self.options.task == "translate" else language)
+
     def pause(self) -> None:
         """Write down what this session took, so that another can go on. Called once, however the session ended."""
         self._file.close()
@@ -351,7 +356,7 @@ class Evaluation:
             wall = heard = 0.0
             self.notes.append("parts of this evaluation ran on different machines: it has no speed")
         rows = self.corpus.rows
-        languages = {self.given or row.language for row in rows}
+        languages = sorted({self.given or row.language for row in rows}, key=str)
         result = Result(
             command=self.command,
             stapes=stapes.__version__,
@@ -360,7 +365,7 @@ class Evaluation:
             machine=facts,
             system=self._run.system,
             model=self._run.model,
-            options=asdict(self.options),
+            options={**asdict(self.options), "model": self._run.identity["model"]},
             corpus=CorpusFacts(
                 name=self.corpus.name,
                 manifest=self.corpus.manifest,
@@ -370,9 +375,7 @@ class Evaluation:
                 speakers=len({row.speaker for row in rows if row.speaker is not None}),
             ),
             normalizer=self.normalizer,
-            normalizer_by_language={
-                each or "unknown": choose(self.normalizer, each) for each in sorted(languages, key=str)
-            },
+            normalizer_by_language={each or "unknown": self._normalizer(each) for each in languages},
             wer=found.wer,
             cer=found.cer,
             counts=found.counts,
@@ -438,18 +441,8 @@ def _float_wav(audio: np.ndarray) -> bytes:
     data = audio.astype("<f4").tobytes()
     layout = struct.pack("<HHIIHH", 3, 1, SAMPLE_RATE, 4 * SAMPLE_RATE, 4, 32)  # 3: IEEE float
     size = struct.pack("<I", 4 + 8 + len(layout) + 8 + len(data))
-    return b"".join(
-        (
-            b"RIFF",
-            size,
-            b"WAVEfmt ",
-            struct.pack("<I", len(layout)),
-            layout,
-            b"data",
-            struct.pack("<I", len(data)),
-            data,
-        )
-    )
+    header = b"RIFF" + size + b"WAVEfmt " + struct.pack("<I", len(layout)) + layout
+    return header + b"data" + struct.pack("<I", len(data)) + data
 
 
 def _most(values: Iterable[int | None]) -> int | None:

@@ -42,12 +42,16 @@ class Errors(NamedTuple):
 
 def word_errors(reference: str, hypothesis: str) -> Errors:
     """jiwer's count for one pair of normalised texts. An empty reference counts insertions only."""
+    if reference == hypothesis:
+        return Errors(len(reference.split()), 0, 0, 0)
     output = _jiwer().process_words(reference, hypothesis)
     return Errors(output.hits, output.substitutions, output.deletions, output.insertions)
 
 
 def character_errors(reference: str, hypothesis: str) -> Errors:
     """jiwer's count of characters, spaces included, for one pair of normalised texts."""
+    if reference == hypothesis:
+        return Errors(len(reference), 0, 0, 0)
     output = _jiwer().process_characters(reference, hypothesis)
     return Errors(output.hits, output.substitutions, output.deletions, output.insertions)
 

@@ -15,7 +15,7 @@ from stapes.evaluation.scoring import Tally
 
 DURATION_EDGES = (2.0, 5.0, 10.0, 20.0, 30.0)
 """Seconds."""
-SNR_EDGES = (0.0, 10.0, 20.0, 30.0)
+SNR_EDGES = (0.0, 5.0, 10.0, 15.0, 20.0, 30.0)
 """dB."""
 _GROUP_RESAMPLES = 1000
 _MOST_INTERVALS = 500  # of the speakers in a breakdown: thousands would take minutes and no one reads them
