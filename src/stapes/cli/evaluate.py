@@ -16,7 +16,9 @@ from stapes.cli.interrupts import shielded
 from stapes.cli.terminal import Terminal, to_json
 from stapes.cli.transcribe import ModelOptions, _group
 from stapes.errors import StapesError, UsageError
-from stapes.options import TranscribeOptions
+
+# Precision and Backend: cyclopts looks the types of MeasuredModel's inherited fields up in this module.
+from stapes.options import Backend, Precision, TranscribeOptions  # noqa: F401
 
 if TYPE_CHECKING:
     from stapes.evaluation.evaluate import Evaluation, Output

@@ -41,6 +41,10 @@ WINDOW = 30 * SAMPLE_RATE
 """Samples that Whisper hears at once."""
 
 
+_PRECISIONS = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "int8": "int8"}
+"""CTranslate2's names of number formats, as ours; what stands after ``int8_`` is the format of the rest."""
+
+
 class Peer(Protocol):
     """A loaded recogniser. ``system`` is what results call it; ``gpu`` is the number of the GPU it runs on, or None."""
 
@@ -152,7 +156,7 @@ class FasterWhisper:
         self.facts = ModelFacts(
             name=settings.model,
             path=str(location) if location else None,
-            precision=model.model.compute_type,
+            precision=_PRECISIONS.get(model.model.compute_type.partition("_")[0], model.model.compute_type),
             device="CPU" if self.gpu is None else resolve(f"cuda:{self.gpu}").name,
         )
         given = settings.options

@@ -50,7 +50,8 @@ class Utterance:
     char_insertions: int
     repeated_ngrams: int = 0
     latency: float | None = None
-    """Seconds from submission to text."""
+    """Seconds from submission to text, under the load of the run: a system that takes many recordings at once answers
+    each of them later."""
     error: str | None = None
     """Why there is no text: all of its words then count as deleted."""
 
