@@ -318,6 +318,9 @@ class Region:
     pause: int = 0
     """Samples of silence before the speech, padding included: how good a place its beginning is to part windows."""
 
+    peak: float = field(default=1.0, compare=False)
+    """The highest speech probability of a frame in it: noise that is taken for speech barely passes the threshold."""
+
 
 @dataclass(slots=True)
 class _Speech:
@@ -433,7 +436,8 @@ class SpeechSegmenter:
     def _settle(self, end: int) -> None:
         """Give out the speech that has ended, as a region up to this sample."""
         if self._ended is not None:
-            self._regions.append(Region(self._ended.start, end, self._ended.pause))
+            peak = max(self._ended.probabilities, default=1.0)
+            self._regions.append(Region(self._ended.start, end, self._ended.pause, peak))
             self._ended, self._settled = None, end
 
     def _cut(self) -> None:
@@ -454,7 +458,7 @@ class SpeechSegmenter:
         if self._current is not None:
             self._end(samples)
         self._settle(self._speech_end + self._pad)
-        self._regions = [Region(r.start, min(r.end, samples), r.pause) for r in self._regions]
+        self._regions = [Region(r.start, min(r.end, samples), r.pause, r.peak) for r in self._regions]
         self._settled = samples
 
 

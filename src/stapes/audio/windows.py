@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
 import numpy as np
@@ -46,6 +46,9 @@ class PackedWindow:
     """Pieces of one recording, in order and apart, that are transcribed as if they were one."""
 
     pieces: tuple[Piece, ...]
+
+    peak: float = field(default=1.0, compare=False)
+    """The highest speech probability that the detector gave in it; 1 where none was asked."""
 
     @property
     def start(self) -> int:
@@ -182,7 +185,7 @@ def _parts(region: Region) -> list[Region]:
     count = max(1, -(-(region.end - region.start) // WINDOW))
     edges = [region.start + (region.end - region.start) * i // count for i in range(count + 1)]
     pauses = [region.pause] + [0] * (count - 1)
-    return [Region(*part) for part in zip(edges[:-1], edges[1:], pauses, strict=True)]
+    return [Region(*part, region.peak) for part in zip(edges[:-1], edges[1:], pauses, strict=True)]
 
 
 def _gap(before: Region, after: Region) -> int:
@@ -223,4 +226,4 @@ def _window(regions: Sequence[Region]) -> PackedWindow:
             pieces[-1] = Piece(pieces[-1].start, after.end)
         else:
             pieces.append(Piece(after.start, after.end))
-    return PackedWindow(tuple(pieces))
+    return PackedWindow(tuple(pieces), max(region.peak for region in regions))

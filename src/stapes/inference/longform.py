@@ -115,7 +115,7 @@ class PackedRecording(Recording):
             if position + size > cut:
                 pieces.append(Piece(max(piece.start, piece.start + cut - position), piece.end))
             position += size
-        return Window(self, PackedWindow(tuple(pieces)), window.pcm[cut:], window.prompt)
+        return Window(self, PackedWindow(tuple(pieces), window.packed.peak), window.pcm[cut:], window.prompt)
 
 
 class SequentialRecording(Recording):

@@ -170,7 +170,7 @@ class Recording(ABC):
             for index, (start, end) in enumerate(self.clips):
                 low, high = max(region.start, start), region.end if end is None else min(region.end, end)
                 if low < high:
-                    out.append((index, Region(low, high, region.pause if low == region.start else 0)))
+                    out.append((index, Region(low, high, region.pause if low == region.start else 0, region.peak)))
         return out
 
     def _gather(self, packed: PackedWindow) -> np.ndarray:
@@ -277,7 +277,7 @@ class Recording(ABC):
 
     def judge(self, window: Window, result: DecodeResult) -> Draft | None:
         """Take the result of an attempt. None: it failed, and the window is to be tried again."""
-        window.attempts.append(judge(result, self.model.tokenizer, self.options))
+        window.attempts.append(judge(result, self.model.tokenizer, self.options, window.packed.peak))
         if window.attempts[-1].failed and len(window.attempts) < len(self.options.temperatures()):
             return None
         attempt = best_attempt(window.attempts)

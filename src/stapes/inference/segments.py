@@ -16,6 +16,10 @@ TIMESTAMP_STEP = 0.02
 """Seconds between timestamp tokens."""
 
 
+_DOUBTFUL = 0.75
+"""How much of the log-probability threshold is asked of a window that may hold no speech."""
+
+
 def compression_ratio(text: str) -> float:
     """Bytes of the text over bytes of the compressed text: repetition shows as a high ratio."""
     data = text.encode("utf-8")
@@ -34,17 +38,25 @@ class Attempt:
     failed: bool
 
 
-def judge(result: DecodeResult, tokenizer: WhisperTokenizer, options: TranscribeOptions) -> Attempt:
+def judge(
+    result: DecodeResult, tokenizer: WhisperTokenizer, options: TranscribeOptions, speech_peak: float = 1.0
+) -> Attempt:
     """Hold a result against the thresholds of the options.
 
-    An attempt fails when it loops, repeats itself or is unlikely. An unlikely one where the model also sees no
-    speech is silence, and no failure.
+    An attempt fails when it loops, repeats itself or is unlikely. One where the model sees no speech is silence, and
+    no failure, if it is unlikely too. It need not be as unlikely where the model is surer of the silence than the
+    detector was of speech: ``speech_peak`` is the highest speech probability that it gave in the window. Clatter that
+    is taken for speech barely passes the detector's threshold, and models write "Thank you." about it at −0.8 to −1.
     """
     text = tokenizer.decode(result.tokens)
     ratio = compression_ratio(text)
     unlikely = options.logprob_threshold is not None and result.avg_logprob < options.logprob_threshold
     no_speech = options.no_speech_threshold is not None and result.no_speech_prob > options.no_speech_threshold
-    silent = no_speech and (unlikely or options.logprob_threshold is None)
+    if options.logprob_threshold is None:
+        silent = no_speech
+    else:
+        limit = options.logprob_threshold * (_DOUBTFUL if result.no_speech_prob > speech_peak else 1)
+        silent = no_speech and result.avg_logprob < limit
     repetitive = options.compression_ratio_threshold is not None and ratio > options.compression_ratio_threshold
     repetitive = repetitive or result.looped
     return Attempt(result, text, ratio, silent, repetitive, (repetitive or unlikely) and not silent)
