@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 import torch.nn.functional as F
+from rapidfuzz.distance import Levenshtein
 from torch import Tensor
 
 from stapes.decoding.loops import repeats
@@ -129,7 +130,16 @@ class ReferenceDecoder:
                 return not looped, total / max(1, len(tokens))
             return not looped, total / ((5 + len(tokens)) / 6) ** request.length_penalty
 
-        tokens, total, looped = max(candidates, key=rank)
+        if request.temperature > 0 and request.best_of > 2 and request.length_penalty is None:
+            # stapes' own rule: of three or more samples, the one that the others agree with most.
+            sound = [candidate for candidate in candidates if not candidate[2]] or candidates
+            texts = [[token for token in text if token < vocabulary.end] for text, _, _ in sound]
+            apart = [sum(Levenshtein.distance(text, other) for other in texts) for text in texts]
+            tokens, total, looped = min(zip(sound, apart, strict=True), key=lambda pair: (pair[1], -rank(pair[0])[1]))[
+                0
+            ]
+        else:
+            tokens, total, looped = max(candidates, key=rank)
         return DecodeResult(
             tokens=tokens,
             avg_logprob=total / (len(tokens) + 1),

@@ -55,13 +55,14 @@ class TranscribeOptions:
     """Beams at temperature 0; 1 is greedy."""
 
     best_of: int = 5
-    """Candidates drawn at temperatures above 0."""
+    """Candidates drawn at temperatures above 0; of three or more the one is taken that the others agree with most."""
 
     patience: float = 1.0
     """Beam search goes on until this many times the beam size of candidates have ended."""
 
     length_penalty: float | None = None
-    """Exponent of the length (0 to 1) that candidates' log-probabilities are divided by; None: by length itself."""
+    """Exponent of the length (0 to 1) that candidates' log-probabilities are divided by, to choose the likeliest;
+    None: by length itself, and samples are chosen by agreement."""
 
     initial_prompt: str | None = None
     """Text that the first window is told came before: spelling of names, style."""

@@ -113,11 +113,11 @@ class FakeEngine:
             if self.fail_in[name] <= 0:
                 raise RuntimeError(f"{name} broke")
 
-    def encode(self, windows: Sequence[np.ndarray]) -> list[np.ndarray]:
+    def encode(self, windows: Sequence[np.ndarray], *, again: bool = False) -> list[np.ndarray]:
         self._called("encode")
         assert 1 <= len(windows) <= self.encoder_batch
         assert all(0 < len(window) <= 480_000 for window in windows)
-        self.log.append(("encode", len(windows)))
+        self.log.append(("encode again" if again else "encode", len(windows)))
         return list(windows)
 
     def detect_language(self, encoded: Sequence[np.ndarray]) -> list[dict[str, float]]:

@@ -48,10 +48,12 @@ def pad_windows(pcm: Sequence[np.ndarray], device: torch.device | str = "cpu") -
     return torch.from_numpy(batch).to(device)
 
 
-def log_mel_spectrogram(pcm: Tensor, bins: int = 80) -> Tensor:
+def log_mel_spectrogram(pcm: Tensor, bins: int = 80, lengths: Sequence[int] | None = None) -> Tensor:
     """(windows, samples) at 16 kHz → (windows, bins, samples / 160), float32, about -1 … 1.
 
     Each window is scaled by its own loudest bin, so that a window's features never depend on its neighbours.
+    lengths: samples of sound in each window; what follows them is then not the silence that it is, but 0, the middle
+    of the scale, as faster-whisper pads.
     """
     window = torch.hann_window(FFT_SIZE, device=pcm.device)
     spectrum = torch.stft(pcm, FFT_SIZE, HOP, window=window, return_complex=True)[..., :-1]
@@ -59,4 +61,7 @@ def log_mel_spectrogram(pcm: Tensor, bins: int = 80) -> Tensor:
     mel = mel_filters(bins).to(pcm.device) @ power
     log = mel.clamp_min(1e-10).log10()
     loudest = log.amax(dim=(-2, -1), keepdim=True)
-    return (torch.maximum(log, loudest - 8.0) + 4.0) / 4.0
+    features = (torch.maximum(log, loudest - 8.0) + 4.0) / 4.0
+    for row, length in zip(features, lengths or (), strict=False):
+        row[:, length // HOP + 1 :] = 0.0
+    return features

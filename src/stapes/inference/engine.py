@@ -78,8 +78,11 @@ class Engine(Protocol):
         """Windows that are best encoded together."""
         ...
 
-    def encode(self, windows: Sequence[np.ndarray]) -> list[Any]:
-        """Encode windows of up to 30 s of 16 kHz samples. The handles stay valid until they are dropped."""
+    def encode(self, windows: Sequence[np.ndarray], *, again: bool = False) -> list[Any]:
+        """Encode windows of up to 30 s of 16 kHz samples. The handles stay valid until they are dropped.
+
+        again: for windows that came out badly, as differently as the model allows at no loss of sound.
+        """
         ...
 
     def detect_language(self, encoded: Sequence[Any]) -> list[dict[str, float]]:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from stapes.decoding.consensus import disagreement
 from stapes.decoding.loops import repeats
 from stapes.decoding.rules import RuleState, Vocabulary, apply_rules
 from stapes.decoding.sampling import counter_uniform, random_key, sample
@@ -286,7 +287,13 @@ class Lane:
             return total / norm
 
         # A loop is likely, token by token; a candidate that is none is worth more all the same.
-        total, tokens, looped = max(candidates, key=lambda candidate: (not candidate[2], rank(candidate)))
+        sound = [candidate for candidate in candidates if not candidate[2]] or candidates
+        if not self.beam and self.group > 2 and slot.request.length_penalty is None:
+            texts = [[token for token in text if token < self.vocabulary.end] for _, text, _ in sound]
+            strangeness = dict(zip(map(id, sound), disagreement(texts), strict=True))
+            total, tokens, looped = min(sound, key=lambda candidate: (strangeness[id(candidate)], -rank(candidate)))
+        else:
+            total, tokens, looped = max(sound, key=rank)
         return DecodeResult(
             tokens=tokens,
             avg_logprob=total / (len(tokens) + 1),

@@ -1,8 +1,8 @@
 """Mixes the windows of all recordings on one engine.
 
 Windows are encoded in small batches as slots become free, join the decoder at once, and leave it when they end.
-A window whose attempt failed goes to the front of the queue for its next temperature; its encoding is kept. Nothing
-waits while the engine could work.
+A window whose attempt failed goes to the front of the queue for its next temperature. Nothing waits while the engine
+could work.
 """
 
 from __future__ import annotations
@@ -17,6 +17,10 @@ from stapes.inference.recording import Draft, Window
 
 _RETRIES_WAITING = 32
 """Windows that may wait for their next temperature before new ones are held back; each holds some MB of encoding."""
+
+
+_HARDLY_PADDED = 28.0
+"""Seconds of sound from which on the padding of a window cannot matter."""
 
 
 class Scheduler:
@@ -128,6 +132,7 @@ class Scheduler:
         """
         ready: list[tuple[Any, Window, Draft]] = []
         wanted: list[tuple[Any, Window, Draft, list[int], list[int]]] = []
+        retries: list[Window] = []
         harvested = self.engine.harvest()
         for slot, result in harvested:
             window = self.slots[slot]
@@ -139,7 +144,7 @@ class Scheduler:
                 window.recording.fail(error, window)
                 continue
             if draft is None:
-                self.encoded.appendleft(window)
+                retries.append(window)
                 self._free(slot)
             elif words is None:
                 ready.append((slot, window, draft))
@@ -160,7 +165,22 @@ class Scheduler:
                 window.recording.complete(window, draft)
             except Exception as error:
                 window.recording.fail(error, window)
+        self._retry(retries)
         return bool(harvested)
+
+    def _retry(self, windows: list[Window]) -> None:
+        """Put windows in front for their next temperature.
+
+        The first time, those with room behind their sound are encoded once more with another padding: the silence
+        that Whisper takes for the end of all speech is what most often misleads it on short, noisy clips.
+        """
+        short = [w for w in windows if len(w.attempts) == 1 and w.duration < _HARDLY_PADDED]
+        for first in range(0, len(short), self.engine.encoder_batch):
+            batch = short[first : first + self.engine.encoder_batch]
+            encodings = self.engine.encode([window.pcm for window in batch], again=True)
+            for window, encoded in zip(batch, encodings, strict=True):
+                window.encoded = encoded
+        self.encoded.extendleft(reversed(windows))
 
     def _free(self, slot: Any) -> None:
         del self.slots[slot]

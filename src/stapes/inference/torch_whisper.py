@@ -58,11 +58,14 @@ class TorchWhisperEngine:
         return self._encoder_batch
 
     @torch.inference_mode()
-    def encode(self, windows: Sequence[np.ndarray]) -> list[Tensor]:
+    def encode(self, windows: Sequence[np.ndarray], *, again: bool = False) -> list[Tensor]:
         """Samples of up to 30 s each → the encoder's states (1500, width) of each."""
         pcm = pad_windows(windows, self.device)
-        features = log_mel_spectrogram(pcm, self.model.config.mel_bins)
-        return list(self.model.encoder(features.to(self.dtype)).unbind())
+        lengths = [len(window) for window in windows] if again else None
+        features = log_mel_spectrogram(pcm, self.model.config.mel_bins, lengths)
+        states = self.model.encoder(features.to(self.dtype))
+        # Copies, where there are several: a view would keep the whole batch in memory as long as any window of it.
+        return [row.clone() for row in states] if len(states) > 1 else [states[0]]
 
     @torch.inference_mode()
     def detect_language(self, encoded: Sequence[Tensor]) -> list[dict[str, float]]:
