@@ -145,6 +145,14 @@ def test_intervals_hold_the_value_are_reproducible_and_do_without_spread_or_word
     assert (silent.interval().value, silent.interval().low) == (None, None)
 
 
+def test_intervals_of_few_utterances_stay_among_their_rates() -> None:
+    low, high = ratio_interval(np.array([0, 0, 3, 0, 1, 0]), np.array([4, 6, 9, 5, 4, 4]))
+    assert low is not None
+    assert high is not None
+    assert 0 <= low < 4 / 32 < high <= 3 / 9
+    assert ratio_interval(np.array([1]), np.array([5])) == (None, None)
+
+
 def test_matched_pairs_is_the_test_by_hand_and_finds_only_what_is_there() -> None:
     differences = np.array([1, 0, 2, 0, 0, 1, -1, 3, 0, 1])
     found = matched_pairs(differences + 5, np.full(10, 5))

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
-import stapes
 from stapes.cli.background import Background
 from stapes.cli.interrupts import shielded
 from stapes.cli.terminal import Terminal, to_json
@@ -141,6 +140,7 @@ def _open(
     # Imported here: `stapes --help` needs none of it.
     from stapes.evaluation.corpora import open_corpus
     from stapes.evaluation.evaluate import Evaluation
+    from stapes.evaluation.systems import weights_size
 
     assert evaluation.output_dir is not None
     corpus = open_corpus(manifest, data=evaluation.data, limit=evaluation.limit, every=evaluation.every)
@@ -150,7 +150,7 @@ def _open(
         "precision": model.effective_precision(),
         "backend": model.backend,
         "threads": model.threads,
-        "bytes": _weights(name, model),
+        "bytes": weights_size(name, model.model_dir),
     }
     return Evaluation(
         evaluation.output_dir,
@@ -163,15 +163,6 @@ def _open(
     )
 
 
-def _weights(name: str, model: ModelOptions) -> int | None:
-    """Size of a model that is on this machine: a folder whose weights were replaced is another model."""
-    from stapes.checkpoints import catalog
-    from stapes.evaluation.peers import is_peer
-
-    location = None if is_peer(name) else catalog.find(name, model.model_dir)
-    return location.size if location else None
-
-
 def _work(
     terminal: Terminal, run: Evaluation, name: str, model: ModelOptions, options: TranscribeOptions
 ) -> Generator[Output, None, None]:
@@ -180,20 +171,11 @@ def _work(
 
 
 def _load(name: str, model: ModelOptions, options: TranscribeOptions, progress: Progress) -> Peer:
-    from stapes.evaluation.evaluate import Stapes
-    from stapes.evaluation.peers import is_peer, open_peer
+    from stapes.evaluation.systems import open_system
 
-    if is_peer(name):
-        return open_peer(
-            name,
-            options=options,
-            device=model.device,
-            threads=model.threads,
-            model_dir=model.model_dir,
-            offline=model.offline,
-        )
-    recognizer = stapes.load(
+    return open_system(
         name,
+        options,
         device=model.device,
         precision=model.effective_precision(),
         backend=model.backend,
@@ -203,7 +185,6 @@ def _load(name: str, model: ModelOptions, options: TranscribeOptions, progress: 
         offline=model.offline,
         progress=_NotesOnly(progress),
     )
-    return Stapes(recognizer, options, _facts(name, model, recognizer))
 
 
 class _NotesOnly:
@@ -217,27 +198,6 @@ class _NotesOnly:
 
     def advance(self, seconds: float) -> None:
         """Ignore."""
-
-
-def _facts(name: str, model: ModelOptions, recognizer: stapes.Recognizer) -> Any:
-    import torch
-
-    from stapes.checkpoints import catalog
-    from stapes.devices.backend import choose_dtype
-    from stapes.evaluation.results import ModelFacts
-    from stapes.models.whisper import Whisper
-
-    dtype = choose_dtype(model.effective_precision(), recognizer.device)
-    with torch.device("meta"):
-        parameters = sum(parameter.numel() for parameter in Whisper(recognizer.config).parameters())
-    location = catalog.find(name, model.model_dir)
-    return ModelFacts(
-        name=recognizer.name,
-        path=str(location.path) if location else None,
-        precision={torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}[dtype],
-        device=recognizer.device.name,
-        parameters=parameters,
-    )
 
 
 def _summary(result: Result, folder: Path) -> str:

@@ -11,7 +11,7 @@ import struct
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Generator, Iterable, Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ import numpy as np
 import stapes
 from stapes.audio.decode import SAMPLE_RATE, open_audio
 from stapes.devices import machine
-from stapes.errors import ModelError, OutputError, StapesError, UsageError
+from stapes.errors import OutputError, StapesError, UsageError
 from stapes.evaluation.corpora import Corpus, Row
 from stapes.evaluation.normalizers import choose, normalize
 from stapes.evaluation.peers import Peer, samples
@@ -43,38 +43,10 @@ from stapes.evaluation.snr import estimate_snr
 from stapes.evaluation.summary import summarize
 from stapes.options import TranscribeOptions
 from stapes.progress import Progress, Silent
-from stapes.recognizer import Recognizer
 from stapes.text.tokenizers import language_code
 
 RUN = "run.json"
 """What the folder was begun with, and the time each session took."""
-
-
-class Stapes:
-    """Our recogniser as one of the systems: the same engine, options and batches as ``stapes transcribe``."""
-
-    system = "stapes"
-
-    def __init__(self, recognizer: Recognizer, options: TranscribeOptions, facts: ModelFacts) -> None:
-        self._recognizer, self._options, self.facts = recognizer, options, facts
-        device = recognizer.device.torch
-        self.gpu: int | None = device.index if device.type == "cuda" else None
-
-    def transcribe_many(self, paths: Iterable[str], language: str | None) -> Iterator[tuple[str, str | StapesError]]:
-        """As ``Recognizer.transcribe_many``. A language that this multilingual model does not know is detected."""
-        if language is not None and self._recognizer.tokenizer.is_multilingual:
-            try:
-                self._recognizer.tokenizer.language_id(language)
-            except UsageError:
-                language = None
-        for transcript in self._recognizer.transcribe_many(paths, replace(self._options, language=language)):
-            assert transcript.path is not None
-            error = transcript.error
-            yield transcript.path, transcript.text.strip() if error is None else ModelError(error)
-
-    def close(self) -> None:
-        """Let go of the model."""
-        self._recognizer.close()
 
 
 @dataclass(slots=True)

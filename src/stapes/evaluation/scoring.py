@@ -27,6 +27,9 @@ CONFIDENCE = 0.95
 NGRAM_WORDS = 4
 NGRAM_CHARACTERS = 10
 
+# Units with errors below which a resample's standard error is too unsteady to divide by.
+_MIN_ERRING = 15
+
 # Cells of one block of the table of resamples × units: bounds memory at 64 MiB whatever the set's size.
 _BLOCK = 1 << 23
 
@@ -149,7 +152,8 @@ def ratio_interval(
     Bootstrap-t (Efron & Tibshirani 1993, §12.5) on the logarithm of the rate: every resample is studentised by the
     linearised standard error of a ratio. With 30 speakers of uneven rates the percentile method covers the truth in
     about 90 % instead of 95 %; with tails expanded for few units (Hesterberg 2015) this keeps within 93 to 97 %, unless
-    a few speakers out of few have most of the errors.
+    a few speakers out of few have most of the errors. Where fewer than 15 units have errors, the percentile method with
+    the same tails stands in: studentising would give limits without sense.
     """
     times = np.ones(len(errors), np.int64) if times is None else times
     count = int(times.sum())
@@ -166,14 +170,17 @@ def ratio_interval(
     rate, error = _ratio_and_error(times @ moments, count)
     if error == 0.0:
         return float(rate), float(rate)
-    rates, standard_errors = _ratio_and_error(totals[totals[:, 1] > 0], count)
-    usable = standard_errors > 0
-    rates, standard_errors = rates[usable], standard_errors[usable]
     tail = _expanded_tail(count)
-    if len(rates) == 0:
+    rates, standard_errors = _ratio_and_error(totals[totals[:, 1] > 0], count)
+    if not len(rates):
         return None, None
-    quantiles = np.quantile(np.log(rates / rate) * rates / standard_errors, [tail, 1 - tail])
-    low, high = rate * np.exp(-quantiles[::-1] * error / rate)
+    if int(times[e > 0].sum()) < _MIN_ERRING:
+        low, high = np.quantile(rates, [tail, 1 - tail])
+        return float(low), float(high)
+    usable = standard_errors > 0
+    studentised = np.log(rates[usable] / rate) * rates[usable] / standard_errors[usable]
+    below, above = np.quantile(studentised, [tail, 1 - tail])
+    low, high = rate * np.exp(np.array([-above, -below]) * error / rate)
     return float(low), float(high)
 
 
