@@ -150,7 +150,9 @@ class Recognizer:
         self.tokenizer, self.engine = tokenizer, engine
         self._suppressed = checkpoint.suppress_tokens
         self._detector: VoiceActivityDetector | None = None
+        self._slots = engine.slots
         self._lock = threading.Lock()
+        self._user: int | None = None  # the thread whose call holds the lock
 
     def transcribe(
         self,
@@ -215,7 +217,14 @@ class Recognizer:
         if options.vad and self._detector is None:
             self._detector = VoiceActivityDetector(threads=_workers())
         model = Model(self.tokenizer, self.config.text_context, self._suppress(options))
+        if self._user == threading.get_ident():
+            raise UsageError(
+                "this recogniser is in the middle of a transcription: finish or close the iterator of transcribe_many "
+                "before the next call, or load a second one"
+            )
         with self._lock:
+            self._user = threading.get_ident()
+            self._resize(options.batch_size or self._slots)
             ingest = Ingest(
                 inputs,
                 model,
@@ -230,6 +239,7 @@ class Recognizer:
                     yield self._transcript(job, progress)
             finally:
                 ingest.stop()
+                self._user = None
 
     def _check(self, options: TranscribeOptions) -> TranscribeOptions:
         """Refuse what this model cannot do, before any work is done."""
@@ -246,10 +256,13 @@ class Recognizer:
                 )
             if self.config.decoder_layers < self.config.encoder_layers:
                 raise UsageError(f"{self.name} was not trained to translate: use base, small, medium or large-v3")
-        if options.batch_size is not None and options.batch_size != self.engine.slots:
-            self.engine.lanes.clear()
-            self.engine.slots = options.batch_size
         return replace(options, language=language)
+
+    def _resize(self, slots: int) -> None:
+        """Make the engine decode that many windows together. Only while nothing runs: it drops all slots."""
+        if slots != self.engine.slots:
+            self.engine.lanes.clear()
+            self.engine.slots = slots
 
     def _suppress(self, options: TranscribeOptions) -> tuple[int, ...]:
         ids: set[int] = set()
@@ -297,10 +310,19 @@ class Recognizer:
             path=name_of(job.source),  # as given; job.name is the printable form that messages use
             model=self.name,
             timings={"total": time.perf_counter() - job.started},
-            skipped=[(a + job.offset, b + job.offset) for a, b in silent[0]] if len(silent) == 1 else [],
+            skipped=[(a + job.offset, b + job.offset) for a, b in _in_all(silent)],
             warnings=warnings,
             damaged=job.damaged or (job.error is not None and bool(segments)),
         )
+
+
+def _in_all(channels: list[list[tuple[float, float]]]) -> list[tuple[float, float]]:
+    """What the sorted stretches of all channels have in common."""
+    common = channels[0] if channels else []
+    for stretches in channels[1:]:
+        pairs = [(max(a, c), min(b, d)) for a, b in common for c, d in stretches]
+        common = [(start, end) for start, end in pairs if start < end]
+    return common
 
 
 def _shift(segment: Segment, seconds: float) -> None:

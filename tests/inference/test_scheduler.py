@@ -28,6 +28,7 @@ from fakes import (
 )
 
 from stapes.devices.backend import resolve
+from stapes.errors import UsageError
 from stapes.inference import ingest as ingest_module
 from stapes.inference.ingest import Ingest, Job
 from stapes.inference.scheduler import Scheduler
@@ -466,3 +467,28 @@ def test_waiting_for_input_costs_no_more_than_it_must() -> None:
 
 
 assert at(0) > EOT
+
+
+def test_a_call_inside_the_loop_of_another_is_refused_and_harms_nothing(recognizer) -> None:
+    running = recognizer.transcribe_many([tone(20, 0.1 + i / 100) for i in range(5)], sample_rate=16000, language="en")
+    next(running)
+    with pytest.raises(UsageError, match="in the middle of a transcription"):
+        recognizer.transcribe(tone(20), sample_rate=16000, language="en")
+    assert len(list(running)) == 4
+    assert recognizer.transcribe(tone(20), sample_rate=16000, language="en").text
+
+
+def test_the_batch_size_of_a_call_is_its_own_and_waits_its_turn(recognizer) -> None:
+    running = recognizer.transcribe_many([tone(20, 0.1 + i / 100) for i in range(5)], sample_rate=16000, language="en")
+    next(running)
+    before = recognizer.engine.slots
+    options = {"sample_rate": 16000, "language": "en", "batch_size": 2}
+    other = threading.Thread(target=lambda: recognizer.transcribe(tone(20), **options))
+    other.start()
+    time.sleep(0.2)
+    assert recognizer.engine.slots == before
+    list(running)
+    other.join(10)
+    assert not other.is_alive()
+    assert recognizer.transcribe(tone(20), sample_rate=16000, language="en").text
+    assert recognizer.engine.slots == before
