@@ -47,7 +47,10 @@ class Segment:
     speaker: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """openai/whisper's JSON shape; ``words`` and ``speaker`` only where they are known."""
+        """openai/whisper's JSON shape; ``words`` and ``speaker`` only where they are known.
+
+        Numbers are rounded to what they mean: the last digits of a probability depend on what was decoded beside it.
+        """
         out: dict[str, Any] = {
             "id": self.id,
             "seek": self.seek,
@@ -56,9 +59,9 @@ class Segment:
             "text": self.text,
             "tokens": self.tokens,
             "temperature": self.temperature,
-            "avg_logprob": self.avg_logprob,
-            "compression_ratio": self.compression_ratio,
-            "no_speech_prob": self.no_speech_prob,
+            "avg_logprob": round(self.avg_logprob, 4),
+            "compression_ratio": round(self.compression_ratio, 4),
+            "no_speech_prob": round(self.no_speech_prob, 4),
         }
         if self.words is not None:
             out["words"] = [word.to_dict() for word in self.words]
@@ -96,7 +99,7 @@ class Transcript:
             "text": self.text,
             "segments": [segment.to_dict() for segment in self.segments],
             "language": self.language,
-            "language_probability": self.language_probability,
+            "language_probability": _rounded(self.language_probability),
             "duration": round(self.duration, 3),
             "model": self.model,
             "skipped": [[round(start, 3), round(end, 3)] for start, end in self.skipped],
@@ -105,3 +108,7 @@ class Transcript:
         if self.error is not None:
             out["error"] = self.error
         return out
+
+
+def _rounded(probability: float | None) -> float | None:
+    return None if probability is None else round(probability, 4)
