@@ -51,7 +51,8 @@ def load(
     """Load a model.
 
     model: a name (``stapes models`` lists them), a Hugging Face id, a folder or a ``.pt`` file; None chooses for the
-    device, ``task`` and ``language``. threads: CPU threads of PyTorch. batch_size: windows decoded together.
+    device, ``task`` and ``language``. threads: CPU threads of PyTorch. batch_size: windows decoded together. max_vram:
+    the most GPU memory to use, such as ``"6GB"``.
     Raises ModelError, DeviceError and UsageError.
     """
     progress = progress or Silent()
@@ -63,6 +64,8 @@ def load(
         torch.set_num_threads(threads)
     where = resolve(device)
     dtype = choose_dtype(precision, where)
+    if max_vram is not None:
+        _limit_memory(max_vram, where)
     name, location = _find(model, where, task, language, model_dir, offline, progress)
     checkpoint = open_checkpoint(location.path, name, location.parts)
     tokenizer = open_tokenizer(checkpoint, model_dir)
@@ -126,6 +129,16 @@ def _find(
         found = catalog.Location(catalog.pull(name, model_dir, None, offline))
     label = name if name in catalog.KNOWN or catalog.repository_of(name) else found.path.name
     return label, found
+
+
+def _limit_memory(size: str, device: Device) -> None:
+    """Let PyTorch use at most ``size`` ("6GB", "512MiB", bytes) of a GPU; the CPU has nothing to limit."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", size.strip().lower())
+    if found is None or not float(found[1]):
+        raise UsageError(f"--max-vram is {size!r}: give an amount of memory such as 6GB")
+    amount = float(found[1]) * (1024 if found[3] else 1000) ** " kmgt".index(found[2] or " ")
+    if device.memory is not None:
+        torch.cuda.set_per_process_memory_fraction(min(1.0, amount / device.memory), device.torch)
 
 
 def _default_slots(device: Device) -> int:
