@@ -15,7 +15,7 @@ from typing import NoReturn
 from cyclopts import App, CycloptsError, Parameter, UnknownCommandError
 
 import stapes
-from stapes.cli import models
+from stapes.cli import bench, models
 from stapes.cli.arguments import normalise
 from stapes.cli.compare import compare
 from stapes.cli.evaluate import evaluate
@@ -37,6 +37,7 @@ app.command(transcribe, usage="Usage: stapes transcribe [OPTIONS] INPUT…")
 app.command(models.app)
 app.command(evaluate, usage="Usage: stapes evaluate [OPTIONS] MODEL MANIFEST")
 app.command(compare, usage="Usage: stapes compare [OPTIONS] RESULT…")
+app.command(bench.app)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

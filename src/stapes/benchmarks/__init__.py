@@ -1,0 +1,1 @@
+"""What we claim, for anyone to measure again: one suite behind every figure that is published."""

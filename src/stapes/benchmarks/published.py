@@ -1,0 +1,124 @@
+"""Figures that the field keeps quoting, with where they come from and how far anybody has verified them.
+
+None of them is ours. They stand in RESULTS.md beside what we measured, never in place of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+BLOG = (
+    "Blog post, quoted second-hand: we could not retrieve the page, nor does it travel with audio, weights, software "
+    "versions or number of rounds. Not verified."
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WhisperTimes:
+    """Seconds to transcribe 30 s, 5 min and 1 h; None where nothing was published."""
+
+    hardware: str
+    device: str
+    """The name PyTorch gives the device, or a part of it: tells which of our rows fills the blank beside this one."""
+    model: str
+    seconds: tuple[float | None, float | None, float | None]
+    source: str
+
+
+WHISPER = (
+    WhisperTimes(
+        hardware="Radeon RX 6800 XT",
+        device="RX 6800 XT",
+        model="medium",
+        seconds=(3.5, 35.7, 732.0),
+        source=f"{BLOG} From 5 min to 1 h the audio is 12 times as long and the time 20.5 times: something other than "
+        "transcription is in the last figure.",
+    ),
+    WhisperTimes(
+        hardware="CPU beside the RX 6800 XT (model not told)",
+        device="",
+        model="medium",
+        seconds=(8.2, 82.1, 1684.0),
+        source=f"{BLOG} Published beside the RX 6800 XT's.",
+    ),
+    WhisperTimes(
+        hardware="Instinct MI100",
+        device="MI100",
+        model="not told to us",
+        seconds=(None, None, 180.0),
+        source=f"{BLOG} Quoted as “1 h in 3 min”.",
+    ),
+    WhisperTimes(
+        hardware="Xeon Gold 6248R",
+        device="6248R",
+        model="not told to us",
+        seconds=(None, None, 1680.0),
+        source=f"{BLOG} Quoted as “28 min” for 1 h; 1684 s, the figure of the unnamed CPU, is 28 min too, so that the "
+        "two may be one measurement.",
+    ),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wav2Vec2Row:
+    """Word error rate (fraction) and real-time factor (wall seconds per second of audio)."""
+
+    model: str
+    hardware: str
+    device: str
+    wer: float
+    real_time_factor: float
+    source: str
+
+
+_SLOW = (
+    "Implausibly slow: 8 and 4 times real time, where the Open ASR Leaderboard has 686 and 509 times for the same "
+    "architectures on an A100 in batches of 64. A single clip a call, loading or warming up may be in it."
+)
+WAV2VEC2 = (
+    Wav2Vec2Row(
+        model="wav2vec2-base",
+        hardware="Instinct MI300X",
+        device="MI300X",
+        wer=0.038,
+        real_time_factor=0.12,
+        source=f"{BLOG} {_SLOW}",
+    ),
+    Wav2Vec2Row(
+        model="wav2vec2-large",
+        hardware="Instinct MI300X",
+        device="MI300X",
+        wer=0.021,
+        real_time_factor=0.28,
+        source=f"{BLOG} {_SLOW}",
+    ),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ObjectiveRow:
+    """A recogniser trained with CTC or with attention: word error rate (fraction), hours and GB of the training."""
+
+    objective: str
+    wer: float
+    hours: float
+    gigabytes: float
+    source: str
+
+
+OBJECTIVES = (
+    ObjectiveRow(
+        objective="ctc",
+        wer=0.085,
+        hours=6.0,
+        gigabytes=8.0,
+        source=f"{BLOG} Neither the corpus nor the size of the network nor the GPU is told with the figures.",
+    ),
+    ObjectiveRow(
+        objective="attention",
+        wer=0.062,
+        hours=12.0,
+        gigabytes=16.0,
+        source=f"{BLOG} Neither the corpus nor the size of the network nor the GPU is told with the figures.",
+    ),
+)

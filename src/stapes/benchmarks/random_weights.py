@@ -1,0 +1,165 @@
+"""Networks of published sizes that know nothing: what a model takes in time and memory, without its weights.
+
+Speed does not depend on what the weights are, only on how many tokens they make the decoder write; so that number is
+fixed. Everything else is the real thing: the same engine, batches, windows and speech detection.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import islice, product
+from pathlib import Path
+from string import ascii_lowercase
+
+import torch
+from torch import Tensor
+
+from stapes.checkpoints.alignment import published_heads
+from stapes.checkpoints.formats import EMBEDDING, WhisperCheckpoint
+from stapes.checkpoints.load import load_whisper
+from stapes.checkpoints.sizes import published_config
+from stapes.decoding.rules import Vocabulary
+from stapes.devices.backend import choose_dtype, resolve
+from stapes.errors import UsageError
+from stapes.inference.engine import DecodeRequest
+from stapes.inference.lanes import Slot
+from stapes.inference.packed import is_worth_packing, pack_module
+from stapes.inference.torch_whisper import TorchWhisperEngine
+from stapes.models.whisper import Whisper, WhisperConfig, sinusoids
+from stapes.options import Precision, TranscribeOptions
+from stapes.recognizer import Recognizer
+from stapes.text.tokenizers import LANGUAGES, WhisperTokenizer
+
+_SCALE = 0.02
+"""Standard deviation of the matrices: small enough that no activation overflows in half precision."""
+
+
+class FixedLengthEngine(TorchWhisperEngine):
+    """Writes exactly ``tokens`` tokens in every window: the end is forbidden before, and comes then."""
+
+    tokens = 0
+
+    def admit(self, requests: Sequence[DecodeRequest], encoded: Sequence[Tensor]) -> list[Slot]:
+        """As the engine's own, with the end forbidden and the room for text cut to size."""
+        end = self.vocabulary.end
+        endless = [replace(each, suppressed=(*each.suppressed, end), stop_loops=False) for each in requests]
+        slots = super().admit(endless, encoded)
+        for slot in slots:
+            slot.limit = min(slot.limit, self.tokens)
+        return slots
+
+
+def without_judgement(options: TranscribeOptions) -> TranscribeOptions:
+    """The options with nothing that looks at the text: noise would be tried again at every temperature."""
+    return replace(
+        options,
+        without_timestamps=True,
+        temperature_increment_on_fallback=None,
+        logprob_threshold=None,
+        no_speech_threshold=None,
+        compression_ratio_threshold=None,
+    )
+
+
+def load_random(
+    name: str,
+    *,
+    tokens: int,
+    device: str = "auto",
+    precision: Precision = "auto",
+    threads: int | None = None,
+    batch_size: int = 8,
+    seed: int = 0,
+) -> Recognizer:
+    """A recogniser of the published size ``name`` with random weights; every window becomes ``tokens`` tokens.
+
+    Raises UsageError for a name whose size is not known, and for more tokens than a window can have.
+    """
+    config = published_config(name)
+    if not 1 <= tokens <= config.text_context - 8:
+        raise UsageError(f"--tokens is {tokens}: a window holds 1 to {config.text_context - 8}")
+    if threads is not None:
+        torch.set_num_threads(threads)
+    where = resolve(device)
+    dtype = choose_dtype(precision, where)
+    checkpoint = WhisperCheckpoint(
+        name=name,
+        path=Path(f"random-{name}"),
+        config=config,
+        read=lambda: _random_weights(config, seed, torch.float32 if where.backend == "cpu" else dtype),
+        tokenizer=None,
+        alignment_heads=published_heads(config, Path(f"random-{name}")),
+    )
+    tokenizer = random_tokenizer(config)
+    network = load_whisper(
+        checkpoint, dtype, where.torch, pack_module if is_worth_packing(where.torch, dtype) else None
+    )
+    engine = FixedLengthEngine(
+        network,
+        Vocabulary(
+            end=tokenizer.eot,
+            no_speech=tokenizer.no_speech,
+            no_timestamps=tokenizer.no_timestamps,
+            timestamp_begin=tokenizer.timestamp_begin,
+            size=config.vocab_size,
+        ),
+        tokenizer.language_ids,
+        tokenizer.sot,
+        (tokenizer.encode(" ")[0], tokenizer.eot),
+        checkpoint.alignment_heads or ((config.decoder_layers - 1, 0),),
+        batch_size,
+        # As ``stapes.load`` chooses it.
+        encoder_batch=1 if where.backend == "cpu" else min(8, batch_size),
+    )
+    engine.tokens = tokens
+    return Recognizer(name, checkpoint, tokenizer, engine, where)
+
+
+def _random_weights(config: WhisperConfig, seed: int, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    with torch.device("meta"):
+        shapes = {name: parameter.shape for name, parameter in Whisper(config).named_parameters()}
+    for name in sorted(shapes, key=lambda each: each != EMBEDDING):  # the embedding first, then as they stand
+        if name == "encoder.positions":
+            yield name, sinusoids(config.audio_context, config.width)
+        elif "norm" in name:
+            yield name, torch.full(shapes[name], float(name.endswith("weight")), dtype=dtype)
+        else:
+            yield name, torch.empty(shapes[name], dtype=dtype).normal_(0.0, _SCALE, generator=generator)
+
+
+def random_tokenizer(config: WhisperConfig) -> WhisperTokenizer:
+    """A tokenizer of the right size and markers; its text tokens are all bytes, then made-up words."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    letters = [chr(byte) for byte in printable] + [chr(256 + n) for n in range(256 - len(printable))]
+    end = 50257 if config.is_multilingual else 50256
+    words = ("Ġ" + "".join(each) for each in product(ascii_lowercase, repeat=4))
+    vocabulary = {token: id for id, token in enumerate([*letters, *islice(words, end - len(letters))])}
+    # English-only models have the markers of the languages too.
+    languages = list(LANGUAGES)[: max(99, config.languages)]
+    markers = ["endoftext", "startoftranscript", *languages, "translate", "transcribe", "startoflm", "startofprev"]
+    markers += ["nospeech", "notimestamps"]
+    return WhisperTokenizer(
+        {
+            "version": "1.0",
+            "truncation": None,
+            "padding": None,
+            "normalizer": None,
+            "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
+            "post_processor": None,
+            "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
+            "added_tokens": [{"id": end + n, "content": f"<|{marker}|>"} for n, marker in enumerate(markers)],
+            "model": {
+                "type": "BPE",
+                "dropout": None,
+                "unk_token": None,
+                "continuing_subword_prefix": "",
+                "end_of_word_suffix": "",
+                "fuse_unk": False,
+                "vocab": vocabulary,
+                "merges": [],
+            },
+        },
+        vocab_size=config.vocab_size,
+    )

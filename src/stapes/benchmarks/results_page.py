@@ -1,0 +1,271 @@
+"""RESULTS.md, from the results that are committed: every figure with its command, commit and hardware.
+
+The same results give the same page, byte for byte. What has not been run is a blank that says so; nothing is ever
+estimated, and no figure of one machine is divided by one of another.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from stapes.benchmarks import published
+from stapes.benchmarks.records import BenchResult, CaseRow, Spread, read_bench
+
+BLANK = "*not measured yet*"
+LENGTHS = ((30.0, "30 s"), (300.0, "5 min"), (3600.0, "1 h"))
+
+_INTRO = f"""# Results
+
+Made by `make results` from the files in `results/`; do not edit. Every figure of ours is the median of its rounds
+(lowest–highest in brackets), measured with models loaded and warm, systems in turn within one run, and names its run,
+**R1**, **R2** …: command, commit, weights and hardware are [below](#runs). Ratios are medians of the rounds' own
+ratios, of one machine in one run. {BLANK} means what it says: nobody has run it there. To fill a blank, run the
+command beside it, then `stapes bench submit`.
+
+Rows in italics are others' figures, for orientation; each footnote says where from, and how far it was verified.
+"""
+
+
+class Footnotes:
+    """Numbered in the order of use; the same text has one number."""
+
+    def __init__(self) -> None:
+        self._texts: list[str] = []
+
+    def __call__(self, text: str) -> str:
+        if text not in self._texts:
+            self._texts.append(text)
+        return f"[^{self._texts.index(text) + 1}]"
+
+    def lines(self) -> list[str]:
+        """The notes themselves."""
+        return [f"[^{number}]: {text}" for number, text in enumerate(self._texts, 1)]
+
+
+Labelled = tuple[str, BenchResult]
+
+
+def load_results(folder: Path) -> list[tuple[str, BenchResult]]:
+    """(file name, result) of every run in ``folder`` that counts, by name. Trial runs do not. Raises UsageError."""
+    found = [(path.name, read_bench(path)) for path in sorted(folder.glob("*.json"))]
+    return [(name, result) for name, result in found if not result.quick]
+
+
+def render(results: Sequence[tuple[str, BenchResult]]) -> str:
+    """The page."""
+    note = Footnotes()
+    labelled = [(f"R{number}", result) for number, (_, result) in enumerate(results, 1)]
+    parts = [
+        _INTRO,
+        "## Whisper on CPU and GPU\n\nSeconds to transcribe a recording; fewer is better.\n",
+        _whisper(labelled, note),
+        "## wav2vec 2.0 by platform\n",
+        _wav2vec2(labelled, note),
+        "## CTC and attention\n\nTrained on the same data: what each costs and how well it hears.\n",
+        _objectives(labelled, note),
+        "## Beside other systems\n\nThe same recording, model, number format and threads. WER says whether the faster "
+        "one also wrote what was said.\n",
+        _peers(labelled),
+        "## Runs\n",
+        _runs(results),
+    ]
+    return "\n".join(parts) + "\n" + "\n".join(note.lines()) + "\n"
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]], right: int = 0) -> str:
+    """A Markdown table whose last ``right`` columns are aligned to the right."""
+    align = ["---"] * (len(header) - right) + ["---:"] * right
+    lines = [header, align, *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines) + "\n"
+
+
+def seconds(value: float) -> str:
+    """Three significant figures."""
+    return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
+def spread(value: Spread, shown: Callable[[float], str] = seconds) -> str:
+    """Median and range."""
+    return f"{shown(value.median)} ({shown(value.low)}–{shown(value.high)})"
+
+
+def _whisper(results: Sequence[Labelled], note: Footnotes) -> str:
+    header = ["hardware", "model", "precision, batch", "run", *(name for _, name in LENGTHS)]
+    rows: list[list[str]] = []
+    ours = _whisper_rows(results)
+    for each in published.WHISPER:
+        times = ["–" if value is None else f"*{seconds(value)}*" for value in each.seconds]
+        rows.append([f"*{each.hardware}*{note(each.source)}", f"*{each.model}*", "*not told*", "*published*", *times])
+        if each.device and not any(each.device in device for device, _ in ours):
+            command = (
+                f"`stapes bench transcribe --model medium --devices {'cpu' if 'Xeon' in each.hardware else 'cuda,cpu'}`"
+            )
+            rows.append([f"{each.hardware}, stapes", "medium", command, BLANK, BLANK, BLANK, BLANK])
+    return table(header, rows + [row for _, row in ours], right=3)
+
+
+def _whisper_rows(results: Sequence[Labelled]) -> list[tuple[str, list[str]]]:
+    """(device, row) of every model, device, precision and batch size that was timed."""
+    groups: dict[tuple[Any, ...], dict[float, CaseRow]] = {}
+    for label, result in results:
+        if result.name != "transcribe" or _is_wav2vec2(result):
+            continue
+        for row in result.rows:
+            case = row.case
+            key = (_device(result, case), _model(result), f"{case['precision']}, {case['batch_size']}", label)
+            groups.setdefault(key, {})[case["audio_seconds"]] = row
+    out = []
+    for (device, model, how, label), rows in sorted(groups.items(), key=lambda item: (item[0][1], item[0])):
+        times = [spread(rows[length].ours.wall_seconds) if length in rows else BLANK for length, _ in LENGTHS]
+        out.append((device, [f"{device}, stapes", model, how, label, *times]))
+    return out
+
+
+def _wav2vec2(results: Sequence[Labelled], note: Footnotes) -> str:
+    header = ["model", "hardware", "run", "WER, %", "real-time factor"]
+    rows: list[list[str]] = []
+    ours: list[tuple[str, str, list[str]]] = []
+    for label, result in results:
+        if _is_wav2vec2(result):
+            for row in result.rows:
+                device, length = _device(result, row.case), row.case["audio_seconds"]
+                factor = spread(row.ours.wall_seconds, lambda value, length=length: f"{value / length:.4f}")
+                wer = _percent(row.ours.figures.get("wer"))
+                ours.append((result.weights.name, device, [_model(result), f"{device}, stapes", label, wer, factor]))
+    for each in published.WAV2VEC2:
+        figures = [f"*{100 * each.wer:.1f}*", f"*{each.real_time_factor:.2f}*"]
+        rows.append([f"*{each.model}*", f"*{each.hardware}*{note(each.source)}", "*published*", *figures])
+        for platform in (each.hardware, "CPU"):
+            part = each.device if platform != "CPU" else ""
+            measured = [
+                row for model, device, row in ours if each.model in model and (part in device if part else True)
+            ]
+            rows += measured or [[each.model, f"{platform}, stapes", "wav2vec 2.0 is not built yet", BLANK, BLANK]]
+    return table(header, _once(rows), right=2)
+
+
+def _objectives(results: Sequence[Labelled], note: Footnotes) -> str:
+    header = ["objective", "hardware", "run", "WER, %", "hours of training", "memory, GB"]
+    rows: list[list[str]] = []
+    for each in published.OBJECTIVES:
+        rows.append(
+            [
+                f"*{each.objective}*{note(each.source)}",
+                "*not told*",
+                "*published*",
+                *(f"*{value:.3g}*" for value in (100 * each.wer, each.hours, each.gigabytes)),
+            ]
+        )
+        measured = []
+        for label, result in results:
+            for row in result.rows if result.name == "train" else []:
+                if row.case.get("objective") != each.objective:
+                    continue
+                figures, peak = row.ours.figures, row.ours.figures.get("peak_device_bytes")
+                hours = spread(row.ours.wall_seconds, lambda value: f"{value / 3600:.2f}")
+                memory = BLANK if peak is None else f"{peak / 1e9:.1f}"
+                device = f"{_device(result, row.case)}, stapes"
+                measured.append([each.objective, device, label, _percent(figures.get("wer")), hours, memory])
+        rows += measured or [[f"{each.objective}, stapes", "any", "training is not built yet", BLANK, BLANK, BLANK]]
+    return table(header, rows, right=3)
+
+
+def _peers(results: Sequence[Labelled]) -> str:
+    header = [
+        "hardware",
+        "model",
+        "precision, batch",
+        "length",
+        "run",
+        "system",
+        "seconds",
+        "WER, %",
+        "stapes is … × as fast",
+    ]
+    rows = []
+    for label, result in results:
+        for row in result.rows:
+            if not row.ratios:
+                continue
+            case = row.case
+            length = next((name for value, name in LENGTHS if value == case.get("audio_seconds")), None)
+            where = [
+                _device(result, case),
+                _model(result),
+                f"{case.get('precision')}, {case.get('batch_size')}",
+                length or f"{case.get('audio_seconds'):g} s",
+                label,
+            ]
+            ratios = {ratio.place: spread(ratio.times_as_fast, lambda value: f"{value:.2f}") for ratio in row.ratios}
+            for place, system in enumerate(row.systems):
+                name = " ".join(filter(None, [system.system, system.version, system.options and f"({system.options})"]))
+                if system.precision != case.get("precision"):
+                    name += f", {system.precision}"
+                figures = [spread(system.wall_seconds), _percent(system.figures.get("wer")), ratios.get(place, "")]
+                rows.append([*(where if place == 0 else [""] * len(where)), name, *figures])
+    if not rows:
+        return f"{BLANK}: `stapes bench transcribe --peer faster-whisper --peer transformers`\n"
+    return table(header, rows, right=3)
+
+
+def _runs(results: Sequence[tuple[str, BenchResult]]) -> str:
+    if not results:
+        return f"{BLANK}\n"
+    parts = []
+    for number, (name, result) in enumerate(results, 1):
+        facts, weights = result.machine, result.weights
+        gpus = ", ".join(gpu["name"] for gpu in facts.get("gpus") or []) or "none"
+        memory = facts.get("memory_bytes")
+        versions = ", ".join(f"{package} {version}" for package, version in (facts.get("versions") or {}).items())
+        origin = (
+            f"random weights, {weights.tokens} tokens a window: for timing only"
+            if weights.kind == "random"
+            else f"real weights, sha256 `{(weights.sha256 or 'unknown')[:16]}`"
+        )
+        lines = [
+            f"### R{number}: {result.name}, {weights.name}\n",
+            f"- `{shlex.join(result.command)}`",
+            f"- {result.date[:10]}, stapes {result.stapes}, commit `{(result.commit or 'unknown')[:13]}`"
+            + (" with changes" if (result.commit or "").endswith("+") else ""),
+            f"- {weights.name}: {origin}; heard: {result.audio.get('corpus')}, {len(result.rows)} cases of "
+            f"{len(result.rows[0].ours.wall_seconds.rounds) if result.rows else 0} rounds",
+            f"- {facts.get('cpu')}, {facts.get('cores')} cores, "
+            + (f"{memory / 2**30:.0f} GiB" if memory else "memory unknown")
+            + f"; GPUs: {gpus}; {facts.get('os')}, Python {facts.get('python')}, {versions}"
+            + (f", ROCm {facts['rocm']}" if facts.get("rocm") else "")
+            + (f", CUDA {facts['cuda']}" if facts.get("cuda") else "")
+            + f"; machine {result.fingerprint}, load {result.load_average} at the start",
+            f"- [{name}](results/{name})",
+            *(f"- note: {note}" for note in result.notes),
+        ]
+        parts.append("\n".join(lines) + "\n")
+    return "\n".join(parts)
+
+
+def _model(result: BenchResult) -> str:
+    weights = result.weights
+    return (
+        weights.name if weights.kind == "real" else f"{weights.name}, random weights, {weights.tokens} tokens a window"
+    )
+
+
+def _device(result: BenchResult, case: dict[str, Any]) -> str:
+    """The GPU; for the CPU its model and how many threads it was given."""
+    if case.get("device") != "cpu":
+        return str(case.get("device_name"))
+    return f"{result.machine.get('cpu') or 'CPU'}, {case.get('threads')} threads"
+
+
+def _is_wav2vec2(result: BenchResult) -> bool:
+    return "wav2vec2" in result.weights.name
+
+
+def _percent(value: float | None) -> str:
+    return "–" if value is None else f"{100 * value:.2f}"
+
+
+def _once(rows: list[list[str]]) -> list[list[str]]:
+    return [row for place, row in enumerate(rows) if row not in rows[:place]]
