@@ -15,6 +15,7 @@ import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from http import HTTPStatus
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -38,11 +39,12 @@ def download(name: str, repository: str, folder: Path, progress: Progress, other
     Progress is counted in bytes. Everything is held against the publisher's checksums. ``otherwise`` is what to do
     where that is impossible. Raises ModelError.
     """
-    import httpx
+    # HTTPError is that of the HTTP library beneath, which is httpx up to huggingface_hub 1 and httpx2 from 2 on.
     from huggingface_hub.errors import (
         GatedRepoError,
         HfHubHTTPError,
         HFValidationError,
+        HTTPError,  # pyright: ignore[reportPrivateImportUsage]
         OfflineModeIsEnabled,
         RepositoryNotFoundError,
     )
@@ -67,7 +69,7 @@ def download(name: str, repository: str, folder: Path, progress: Progress, other
         raise ModelError(f"The hub has no public model {repository}: check its name; {otherwise}") from None
     except (HfHubHTTPError, HFValidationError, OfflineModeIsEnabled) as error:
         raise ModelError(f"{repository} cannot be fetched ({_first_line(error)}); {otherwise}") from None
-    except httpx.HTTPError as error:
+    except HTTPError as error:
         raise ModelError(
             f"{name} cannot be downloaded, the hub does not answer ({_first_line(error)}); {otherwise}"
         ) from None
@@ -138,7 +140,10 @@ def _fetch(repository: str, revision: str | None, file: RepoSibling, partial: Pa
 
 def _transfer(url: str, part: Path, size: int | None, progress: Progress) -> None:
     """Fetch ``url`` into ``part``, going on behind what is there."""
-    import httpx
+    from huggingface_hub.errors import (
+        HfHubHTTPError,
+        HTTPError,  # pyright: ignore[reportPrivateImportUsage]
+    )
     from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
 
     have = part.stat().st_size if part.exists() else 0
@@ -149,7 +154,7 @@ def _transfer(url: str, part: Path, size: int | None, progress: Progress) -> Non
         try:
             with get_session().stream("GET", url, headers=headers, timeout=_TIMEOUT, follow_redirects=True) as response:
                 hf_raise_for_status(response)
-                if response.status_code != httpx.codes.PARTIAL_CONTENT:  # the server knows no ranges: from the start
+                if response.status_code != HTTPStatus.PARTIAL_CONTENT:  # the server knows no ranges: from the start
                     progress.advance(-have)
                     have = 0
                 with part.open("ab" if have else "wb") as out:
@@ -161,12 +166,14 @@ def _transfer(url: str, part: Path, size: int | None, progress: Progress) -> Non
             if size is None:
                 return
             failed += have < size
-        except httpx.TransportError:
+        except HfHubHTTPError:  # an answer, if a bad one
+            raise
+        except HTTPError:
             failed += 1
             if failed >= _TRIES:
                 raise
         if failed >= _TRIES:
-            raise httpx.ReadError(f"{url} ends after {have} bytes of {size}")
+            raise HTTPError(f"{url} ends after {have} bytes of {size}")
         if failed:
             time.sleep(failed)
 
