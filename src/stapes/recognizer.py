@@ -123,10 +123,10 @@ def _find(
         found = catalog.find(name, model_dir)
     if found is None:
         if catalog.repository_of(name) is None:
-            raise ModelError(f"There is no model named {name!r} and no such file; {catalog.THREE_WAYS}")
+            raise ModelError(f"There is no model named {name!r} and no such file; {catalog.hint(name)}")
         if not catalog.is_offline(offline):
             progress.note(f"{name} is not on this machine: downloading it")
-        found = catalog.Location(catalog.pull(name, model_dir, None, offline))
+        found = catalog.Location(catalog.pull(name, model_dir, progress, offline))
     label = name if name in catalog.KNOWN or catalog.repository_of(name) else found.path.name
     return label, found
 

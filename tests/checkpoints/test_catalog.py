@@ -168,7 +168,7 @@ class TestOffline:
 
 
 def test_a_name_that_means_nothing():
-    with pytest.raises(ModelError, match="no model named 'smal'"):
+    with pytest.raises(ModelError, match="no model named 'smal'; did you mean small"):
         catalog.pull("smal")
 
 

