@@ -50,16 +50,7 @@ def catalog(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
 def test_models_are_a_table_or_json(catalog: types.SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["models"]) == 0
     out = capsys.readouterr().out
-    for said in (
-        "tiny",
-        "39 M",
-        "151 MB",
-        "99",
-        "from openai/whisper-tiny",
-        "English",
-        "here: /models/base.en",
-        "a note",
-    ):
+    for said in ("tiny", "39 M", "151 MB", "99", "openai/whisper-tiny", "English", "here: /models/base.en", "a note"):
         assert said in out
     assert main(["models", "--json", "True"]) == 0
     assert [m["name"] for m in json.loads(capsys.readouterr().out)["models"]] == ["tiny", "base.en"]

@@ -33,7 +33,7 @@ app = App(
     # As in openai/whisper, the last mention of an option counts.
     default_parameter=Parameter(allow_repeating=True),
 )
-app.command(transcribe, usage="Usage: stapes transcribe [OPTIONS] INPUT…")
+app.command(transcribe, sort_key=1, usage="Usage: stapes transcribe [OPTIONS] INPUT…")
 app.command(models.app)
 app.command(evaluate, usage="Usage: stapes evaluate [OPTIONS] MODEL MANIFEST")
 app.command(compare, usage="Usage: stapes compare [OPTIONS] RESULT…")

@@ -89,19 +89,22 @@ def _table(entries: list[ModelEntry], fit_terminal: bool) -> str:
     from rich.text import Text
 
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for heading in ("model", "parameters", "size", "languages", "where", "note"):
-        right = heading in ("parameters", "size")
-        table.add_column(heading, justify="right" if right else "left", overflow="fold")
+    for heading in ("model", "params", "size", "languages", "where, or Hugging Face id"):
+        right = heading in ("params", "size")
+        table.add_column(heading, justify="right" if right else "left", overflow="fold", no_wrap=heading == "model")
     for entry in entries:
         languages = "English" if not entry.multilingual and entry.languages <= 1 else str(entry.languages)
-        where = f"here: {entry.location}" if entry.location else "from " + ", ".join(entry.sources)
+        where = (
+            f"here: {entry.location}"
+            if entry.location
+            else ", ".join(source.removeprefix("Hugging Face: ") for source in entry.sources)
+        )
         cells = [
             entry.name,
             f"{entry.parameters / 1e6:.0f} M" if entry.parameters else "?",
             f"{entry.size_bytes / 1e6:.0f} MB" if entry.size_bytes else "?",
             languages,
-            where,
-            entry.note,
+            f"{where} ({entry.note})" if entry.note else where,
         ]
         table.add_row(*(Text(display(cell), style="green" if entry.location else "") for cell in cells))
     buffer = StringIO()

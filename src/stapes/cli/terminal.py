@@ -214,9 +214,14 @@ class Reporter:
         return time.monotonic() - self._started
 
     @property
+    def is_measured(self) -> bool:
+        """Whether enough is done to tell the speed: the skipped silence before the first words is not."""
+        return self.done >= 1 or 0 < self.total <= self.done
+
+    @property
     def remaining(self) -> float | None:
-        """Wall-clock seconds that the rest would take at the speed so far."""
-        return self.elapsed * max(0.0, self.total - self.done) / self.done if self.done > 0 else None
+        """Wall-clock seconds that the rest would take at the speed so far; None while that is unknown."""
+        return self.elapsed * max(0.0, self.total - self.done) / self.done if self.is_measured else None
 
     def event(self) -> dict[str, Any]:
         """The state as a ``progress`` event. ``rtf`` is wall-clock seconds per second of audio: below 1 is faster."""
@@ -227,7 +232,7 @@ class Reporter:
             "total": round(max(self.total, self.done), 2),
             "elapsed": round(self.elapsed, 2),
         }
-        if self.done > 0:
+        if self.is_measured:
             if self.unit == "seconds":
                 out["rtf"] = round(self.elapsed / self.done, 4)
             out["eta"] = round(self.remaining or 0.0, 1)
@@ -242,7 +247,7 @@ class Reporter:
             text = f"{self.done / 1e6:.1f} / {total / 1e6:.1f} MB"
         else:
             text = f"{clock(self.done)} / {clock(total)} audio"
-            if self.done > 0:
+            if self.is_measured:
                 speed = self.done / max(self.elapsed, 1e-6)
                 text += f" · {speed:.1f} × real time (RTF {1 / speed:.3f})"
         return text if self.remaining is None else f"{text} · {clock(self.remaining)} left"

@@ -146,16 +146,24 @@ def transcribe(
 
     For example:
 
-        stapes transcribe talk.mp3                       print the text
-        stapes transcribe video.mp4 -f srt -o .          subtitles: video.srt here
-        stapes transcribe calls/ -o out --skip-existing  a folder, all formats
+        stapes transcribe talk.mp3                            print the text
+        stapes transcribe video.mp4 -f srt -o .               subtitles: video.srt here
+        stapes transcribe calls/ -o out --skip-existing       a folder, all formats
+        stapes transcribe call.wav --channels separate        a speaker a channel
+        stapes transcribe talk.mp3 -f json --word-timestamps  words with their times
         cat talk.ogg | stapes transcribe - --language de
+
+    Progress and notes go to stderr: as words on a terminal, as JSON lines in a pipe or log.
 
     Exit code: 0 all done, 1 some inputs failed or were damaged, 2 wrong usage, 3 no usable device or model,
     130 interrupted.
     """
     if not inputs:
         raise UsageError("nothing to transcribe: name a file, such as `stapes transcribe talk.mp3`")
+    if options.language is not None:  # a slip of the pen need not wait for the model
+        from stapes.text.tokenizers import language_code
+
+        language_code(options.language)
     recordings, failures = expand(inputs)
     if STDIN in recordings and sys.stdin is not None and sys.stdin.isatty():
         raise UsageError("- reads a recording from stdin, but nothing is piped in: name a file, or pipe one in")
