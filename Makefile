@@ -12,6 +12,7 @@ BIN := $(VENV)/bin
 
 demo: $(VENV)/.demo
 	$(BIN)/python examples/demo.py
+	@echo; echo 'Your turn:  . $(BIN)/activate && stapes transcribe YOUR_RECORDING'
 
 test: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -29,6 +30,7 @@ format: $(VENV)/.dev
 	$(BIN)/ruff format .
 
 $(VENV)/.torch: constraints.txt
+	@echo 'Setting up $(VENV): PyTorch first, which takes minutes on a slow line.'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade-strategy only-if-needed $(TORCH)
 	touch $@

@@ -31,7 +31,7 @@ def main() -> None:
     print(f"language          {transcript.language} ({transcript.language_probability:.0%})")
     print(f"audio             {transcript.duration:.1f} s, {clip.name}")
     print(f"model             {transcript.model} on {recognizer.device.name}")
-    print(f"real-time factor  {seconds / transcript.duration:.3f} ({transcript.duration / seconds:.0f} × real time)")
+    print(f"real-time factor  {seconds / transcript.duration:.3f} ({transcript.duration / seconds:.1f} × real time)")
 
 
 if __name__ == "__main__":
