@@ -217,7 +217,9 @@ class ContainerFrames:
                 frames = packet.decode() if packet is not None else self._stream.codec_context.decode(None)
             except av.error.EOFError:
                 continue
-            except av.error.FFmpegError:
+            except av.error.FFmpegError as error:
+                if isinstance(error, av.error.ArgumentError) and packet is not None and not packet.size:
+                    continue  # an empty packet holds nothing to lose; a file that still grows ends with one
                 self._failed_packets += 1
                 self.damaged = True
                 if rate and packet is not None and packet.duration and packet.time_base:
