@@ -8,7 +8,7 @@ TORCH ?= -r constraints.txt
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test accuracy format clean
+.PHONY: demo test accuracy results format clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python examples/demo.py
@@ -24,6 +24,10 @@ test: $(VENV)/.dev
 # The long comparison against kept reference transcripts: needs ../shared/data and about an hour.
 accuracy: $(VENV)/.dev
 	$(BIN)/pytest tests/accuracy --accuracy -s
+
+# RESULTS.md from results/*.json. `stapes bench transcribe` makes those.
+results: $(VENV)/.demo
+	$(BIN)/stapes bench results
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .

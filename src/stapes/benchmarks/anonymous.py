@@ -30,7 +30,7 @@ _COMMON = {
 
 # Absolute paths, paths from home, and those that climb out of the current folder.
 _PATH = re.compile(
-    r"(?<![\w/:.>])(?:~[\w.-]*|\.{1,2}|[A-Za-z]:(?=[\\/]))?(?:[\\/][^\\/\s'\",;]+)*[\\/](?P<last>[^\\/\s'\",;]*)"
+    r"(?<![\w/.>])(?!//)(?:~[\w.-]*|\.{1,2}|[A-Za-z]:(?=[\\/]))?(?:[\\/][^\\/\s'\",;]+)*[\\/](?P<last>[^\\/\s'\",;]*)"
 )
 _URL = re.compile(r"(?P<scheme>[a-z][a-z0-9+.-]*://)(?P<host>[^\s/?#'\"]+)", re.IGNORECASE)
 

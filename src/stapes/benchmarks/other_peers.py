@@ -72,7 +72,7 @@ class OpenAIWhisper:
 
 
 class WhisperCpp:
-    """whisper.cpp through pywhispercpp, in the precision of its file: fp32 or fp16."""
+    """whisper.cpp through pywhispercpp. fp16 always: its convolutions on the CPU refuse fp32."""
 
     system = "whisper.cpp"
 
@@ -81,11 +81,7 @@ class WhisperCpp:
             from pywhispercpp.model import Model  # pyright: ignore[reportMissingImports]
         except ImportError as error:
             raise UsageError("whisper.cpp is not installed: pip install pywhispercpp") from error
-        precision = settings.extra.get("dtype", "fp16")
-        if precision not in ("fp32", "fp16"):
-            raise UsageError("whisper.cpp files are written in fp32 and fp16 only")
-        half = precision == "fp16"
-        path = _converted(settings, "ggml", f".{precision}.bin", lambda model, file: write_ggml(model, file, half))
+        path = _converted(settings, "ggml", ".fp16.bin", write_ggml)
         where = resolve(settings.device)
         self.gpu = where.torch.index if where.backend != "cpu" else None
         given = settings.options
@@ -100,7 +96,7 @@ class WhisperCpp:
             redirect_whispercpp_logs_to=None,
         )
         self._processors = settings.number("processors", 1)
-        self.facts = ModelFacts(name=settings.model, precision=precision, device=where.name)
+        self.facts = ModelFacts(name=settings.model, precision="fp16", device=where.name)
 
     def transcribe_many(self, paths: Iterable[str], language: str | None) -> Iterator[tuple[str, str | StapesError]]:
         """One after the other."""
@@ -117,7 +113,7 @@ class WhisperCpp:
 
 OTHER_PEERS: dict[str, tuple[frozenset[str], Callable[[PeerSettings], Peer]]] = {
     "openai-whisper": (frozenset({"dtype"}), OpenAIWhisper),
-    "whisper.cpp": (frozenset({"dtype", "processors"}), WhisperCpp),
+    "whisper.cpp": (frozenset({"processors"}), WhisperCpp),
 }
 
 
@@ -172,15 +168,15 @@ def write_openai(checkpoint: WhisperCheckpoint, path: Path) -> None:
     torch.save({"dims": _sizes(checkpoint), "model_state_dict": state}, path)
 
 
-def write_ggml(checkpoint: WhisperCheckpoint, path: Path, half: bool) -> None:
-    """Write whisper.cpp's file. Source of the layout: whisper.cpp, ``models/convert-pt-to-ggml.py``.
+def write_ggml(checkpoint: WhisperCheckpoint, path: Path) -> None:
+    """Write whisper.cpp's file: matrices in fp16; biases, norms and positions in fp32.
 
-    half: matrices in fp16; biases, norms and positions stay in fp32, as there.
+    Source of the layout: whisper.cpp, ``models/convert-pt-to-ggml.py``.
     """
     config = checkpoint.config
     tokenizer = open_tokenizer(checkpoint)
     with path.open("wb") as file:
-        file.write(struct.pack("<I10iI", 0x67676D6C, *_sizes(checkpoint).values(), int(half)))
+        file.write(struct.pack("<I10iI", 0x67676D6C, *_sizes(checkpoint).values(), 1))
         filters = mel_filters(config.mel_bins).numpy()
         file.write(struct.pack("<2i", *filters.shape) + filters.astype("<f4").tobytes())
         # Text tokens only: whisper.cpp makes up the markers behind them.
@@ -189,14 +185,14 @@ def write_ggml(checkpoint: WhisperCheckpoint, path: Path, half: bool) -> None:
         for token in tokens:
             file.write(struct.pack("<i", len(token)) + token)
         for name, tensor in _weights(checkpoint):
-            _write_tensor(file, name, tensor, half)
+            _write_tensor(file, name, tensor)
 
 
-def _write_tensor(file: BinaryIO, name: str, tensor: Tensor, half: bool) -> None:
+def _write_tensor(file: BinaryIO, name: str, tensor: Tensor) -> None:
     value = tensor.float().numpy()
     if name in ("encoder.conv1.bias", "encoder.conv2.bias"):
         value = value.reshape(-1, 1)
-    single = value.ndim < 2 or not half or name.endswith(("conv1.bias", "conv2.bias", "positional_embedding"))
+    single = value.ndim < 2 or name.endswith((".bias", "positional_embedding"))
     encoded = name.encode()
     file.write(struct.pack(f"<3i{value.ndim}i", value.ndim, len(encoded), 0 if single else 1, *value.shape[::-1]))
     file.write(encoded + np.ascontiguousarray(value.astype("<f4" if single else "<f2")).tobytes())

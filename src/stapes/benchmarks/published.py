@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 BLOG = (
-    "Blog post, quoted second-hand: we could not retrieve the page, nor does it travel with audio, weights, software "
-    "versions or number of rounds. Not verified."
+    "Blog post, known to us second-hand: we could not retrieve the page, and the figures reach us without audio, "
+    "software versions or number of rounds. Not verified."
 )
 
 
@@ -35,7 +35,7 @@ WHISPER = (
         "transcription is in the last figure.",
     ),
     WhisperTimes(
-        hardware="CPU beside the RX 6800 XT (model not told)",
+        hardware="CPU beside the RX 6800 XT",
         device="",
         model="medium",
         seconds=(8.2, 82.1, 1684.0),
@@ -59,6 +59,10 @@ WHISPER = (
 )
 
 
+WANTED = ("Instinct MI300X",)
+"""Hardware without a published row that should have one of ours."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Wav2Vec2Row:
     """Word error rate (fraction) and real-time factor (wall seconds per second of audio)."""
@@ -73,7 +77,7 @@ class Wav2Vec2Row:
 
 _SLOW = (
     "Implausibly slow: 8 and 4 times real time, where the Open ASR Leaderboard has 686 and 509 times for the same "
-    "architectures on an A100 in batches of 64. A single clip a call, loading or warming up may be in it."
+    "architectures on an A100 in batches of 64. A single clip a call, loading or warming up may be in it (our guess)."
 )
 WAV2VEC2 = (
     Wav2Vec2Row(
@@ -112,13 +116,13 @@ OBJECTIVES = (
         wer=0.085,
         hours=6.0,
         gigabytes=8.0,
-        source=f"{BLOG} Neither the corpus nor the size of the network nor the GPU is told with the figures.",
+        source=f"{BLOG} Corpus, size of the network and GPU are not known to us.",
     ),
     ObjectiveRow(
         objective="attention",
         wer=0.062,
         hours=12.0,
         gigabytes=16.0,
-        source=f"{BLOG} Neither the corpus nor the size of the network nor the GPU is told with the figures.",
+        source=f"{BLOG} Corpus, size of the network and GPU are not known to us.",
     ),
 )

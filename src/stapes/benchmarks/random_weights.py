@@ -36,14 +36,17 @@ _SCALE = 0.02
 
 
 class FixedLengthEngine(TorchWhisperEngine):
-    """Writes exactly ``tokens`` tokens in every window: the end is forbidden before, and comes then."""
+    """Writes exactly ``tokens`` tokens in every window: only text may be written, and then there is no more room."""
 
     tokens = 0
 
     def admit(self, requests: Sequence[DecodeRequest], encoded: Sequence[Tensor]) -> list[Slot]:
-        """As the engine's own, with the end forbidden and the room for text cut to size."""
-        end = self.vocabulary.end
-        endless = [replace(each, suppressed=(*each.suppressed, end), stop_loops=False) for each in requests]
+        """As the engine's own, with the end and the times forbidden and the room for text cut to size.
+
+        A time that noise happened to write would make the rest of the window be heard again.
+        """
+        no_text = tuple(range(self.vocabulary.end, self.vocabulary.size))
+        endless = [replace(each, suppressed=(*each.suppressed, *no_text), stop_loops=False) for each in requests]
         slots = super().admit(endless, encoded)
         for slot in slots:
             slot.limit = min(slot.limit, self.tokens)
@@ -87,7 +90,7 @@ def load_random(
         name=name,
         path=Path(f"random-{name}"),
         config=config,
-        read=lambda: _random_weights(config, seed, torch.float32 if where.backend == "cpu" else dtype),
+        read=lambda: random_weights(config, seed, torch.float32 if where.backend == "cpu" else dtype),
         tokenizer=None,
         alignment_heads=published_heads(config, Path(f"random-{name}")),
     )
@@ -116,7 +119,8 @@ def load_random(
     return Recognizer(name, checkpoint, tokenizer, engine, where)
 
 
-def _random_weights(config: WhisperConfig, seed: int, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+def random_weights(config: WhisperConfig, seed: int, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """Weights by our names, the embedding first: normal matrices, norms that change nothing."""
     generator = torch.Generator().manual_seed(seed)
     with torch.device("meta"):
         shapes = {name: parameter.shape for name, parameter in Whisper(config).named_parameters()}

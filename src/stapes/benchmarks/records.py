@@ -96,8 +96,8 @@ class BenchResult:
     stapes: str
     commit: str | None = None
     date: str
-    quick: bool = False
-    """A trial run: never tabled."""
+    purpose: str = "measurement"
+    """Or ``trial``: to see it work, never tabled."""
     machine: dict[str, Any]
     """``devices.machine.facts()``, with its ``fingerprint``."""
     load_average: float | None = None
@@ -106,6 +106,11 @@ class BenchResult:
     audio: dict[str, Any]
     rows: list[CaseRow]
     notes: list[str] = field(default_factory=list)
+
+    @property
+    def is_trial(self) -> bool:
+        """Whether its figures mean nothing."""
+        return self.purpose != "measurement"
 
     @property
     def fingerprint(self) -> str:

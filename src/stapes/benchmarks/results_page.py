@@ -23,7 +23,8 @@ Made by `make results` from the files in `results/`; do not edit. Every figure o
 (lowest–highest in brackets), measured with models loaded and warm, systems in turn within one run, and names its run,
 **R1**, **R2** …: command, commit, weights and hardware are [below](#runs). Ratios are medians of the rounds' own
 ratios, of one machine in one run. {BLANK} means what it says: nobody has run it there. To fill a blank, run the
-command beside it, then `stapes bench submit`.
+command beside it (`--random-weights medium` in place of `--model medium` needs no download), then
+`stapes bench submit`.
 
 Rows in italics are others' figures, for orientation; each footnote says where from, and how far it was verified.
 """
@@ -51,7 +52,7 @@ Labelled = tuple[str, BenchResult]
 def load_results(folder: Path) -> list[tuple[str, BenchResult]]:
     """(file name, result) of every run in ``folder`` that counts, by name. Trial runs do not. Raises UsageError."""
     found = [(path.name, read_bench(path)) for path in sorted(folder.glob("*.json"))]
-    return [(name, result) for name, result in found if not result.quick]
+    return [(name, result) for name, result in found if not result.is_trial]
 
 
 def render(results: Sequence[tuple[str, BenchResult]]) -> str:
@@ -64,7 +65,7 @@ def render(results: Sequence[tuple[str, BenchResult]]) -> str:
         _whisper(labelled, note),
         "## wav2vec 2.0 by platform\n",
         _wav2vec2(labelled, note),
-        "## CTC and attention\n\nTrained on the same data: what each costs and how well it hears.\n",
+        "## CTC and attention\n\nWhat each costs to train, and how well it hears then.\n",
         _objectives(labelled, note),
         "## Beside other systems\n\nThe same recording, model, number format and threads. WER says whether the faster "
         "one also wrote what was said.\n",
@@ -97,13 +98,17 @@ def _whisper(results: Sequence[Labelled], note: Footnotes) -> str:
     rows: list[list[str]] = []
     ours = _whisper_rows(results)
     for each in published.WHISPER:
-        times = ["–" if value is None else f"*{seconds(value)}*" for value in each.seconds]
+        times = ["–" if value is None else f"*{value:g}*" for value in each.seconds]
         rows.append([f"*{each.hardware}*{note(each.source)}", f"*{each.model}*", "*not told*", "*published*", *times])
         if each.device and not any(each.device in device for device, _ in ours):
             command = (
                 f"`stapes bench transcribe --model medium --devices {'cpu' if 'Xeon' in each.hardware else 'cuda,cpu'}`"
             )
             rows.append([f"{each.hardware}, stapes", "medium", command, BLANK, BLANK, BLANK, BLANK])
+    for wanted in published.WANTED:
+        if not any(wanted in device for device, _ in ours):
+            command = "`stapes bench transcribe --model medium --devices cuda,cpu`"
+            rows.append([f"{wanted}, stapes", "medium", command, BLANK, BLANK, BLANK, BLANK])
     return table(header, rows + [row for _, row in ours], right=3)
 
 

@@ -42,7 +42,7 @@ class Run:
             stapes=stapes.__version__,
             commit=machine.commit(),
             date=_now(),
-            quick=quick,
+            purpose="trial" if quick else "measurement",
             machine=machine.facts(),
             load_average=round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
             weights=weights,

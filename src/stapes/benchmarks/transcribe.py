@@ -40,6 +40,8 @@ PEERS = {
 }
 """Systems that can be measured beside us, and the package each comes in."""
 
+_WARM_UP_SECONDS = 300.0
+
 _PRECISIONS = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 _COMPUTE_TYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "int8": "int8"}
 
@@ -54,6 +56,8 @@ class TranscribeBench:
 
     model: str
     recordings: list[Recording]
+    warm_up: Recording
+    """Heard before recordings that are too long to be heard twice."""
     devices: tuple[str, ...] = ("auto",)
     precisions: tuple[Precision, ...] = ("auto",)
     batch_sizes: tuple[int, ...] = (8,)
@@ -120,7 +124,10 @@ class _Loading:
                 system, options = open_one()
                 self._stack.callback(system.close)
                 self._systems.append((system, options))
-                _transcribe(system, recording.path, self._options.language)  # warm
+        # On what is measured, so that every shape has been seen; on something shorter where that would take too long.
+        warm_up = recording if recording.seconds <= _WARM_UP_SECONDS else self._bench.warm_up
+        for system, _ in self._systems:
+            _transcribe(system, warm_up.path, self._options.language)
         return [self._contender(system, options, recording) for system, options in self._systems]
 
     def _ours(self) -> tuple[Peer, str]:
@@ -154,7 +161,7 @@ class _Loading:
         shown = "&".join(f"{key}={value}" for key, value in sorted(extra.items()))
         if system == "faster-whisper":
             extra = {"compute_type": _COMPUTE_TYPES[self._precision], **extra}
-        else:
+        elif system != "whisper.cpp":  # has one format only
             extra = {"dtype": self._precision, **extra}
         bench = self._bench
         if system in OTHER_PEERS:
