@@ -15,12 +15,15 @@ import clips
 from stapes.benchmarks import rounds
 from stapes.benchmarks.audio import find_clips, join
 from stapes.benchmarks.random_weights import load_random, random_tokenizer, without_judgement
-from stapes.benchmarks.records import read_bench
+from stapes.benchmarks.records import Weights, read_bench
 from stapes.benchmarks.rounds import Case, Contender, measure
+from stapes.benchmarks.run import Run
 from stapes.checkpoints.catalog import KNOWN
 from stapes.checkpoints.sizes import published_config
+from stapes.cli import bench
 from stapes.cli.main import main
-from stapes.errors import UsageError
+from stapes.cli.terminal import Terminal
+from stapes.errors import DeviceError, UsageError
 from stapes.evaluation.corpora import Corpus, Row
 from stapes.evaluation.peers import samples
 from stapes.models.whisper import Whisper
@@ -158,3 +161,18 @@ def test_what_cannot_be_measured_is_refused_in_one_sentence(
     assert main(["bench", "transcribe", *given, *words]) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_what_was_measured_before_a_failure_is_kept(tmp_path: Path) -> None:
+    def broken() -> list[Contender]:
+        raise DeviceError("out of memory")
+
+    cases = [Case({"batch_size": 8}, lambda: [Contender(system="stapes", run=str)]), Case({"batch_size": 99}, broken)]
+    weights = Weights(name="base", kind="real")
+    run = Run("transcribe", cases, rounds=2, weights=weights, audio={}, command=["stapes", "bench"])
+    with pytest.raises(DeviceError):
+        bench._measure(run, tmp_path, Terminal())
+    (path,) = tmp_path.glob("*.json")
+    result = read_bench(path)
+    assert [row.case for row in result.rows] == [{"batch_size": 8}]
+    assert "ended early, cases are missing: out of memory" in result.notes

@@ -66,9 +66,9 @@ def transcribe(
 
     For example:
 
-        stapes bench transcribe --quick                                         half a minute, to see it work
-        stapes bench transcribe --peer faster-whisper --peer 'faster-whisper?compute_type=int8'
-        stapes bench transcribe --random-weights large-v3 --devices cuda,cpu    no weights needed
+        stapes bench transcribe --quick
+        stapes bench transcribe --peer faster-whisper --peer transformers
+        stapes bench transcribe --random-weights large-v3 --devices cuda,cpu
 
     Parameters
     ----------
