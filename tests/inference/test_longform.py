@@ -67,7 +67,7 @@ def transcribe(
             if draft is None:
                 open_windows.append(window)
                 continue
-            words = recording.words_wanted(draft)
+            words = recording.words_wanted(window, draft)
             if words is not None:
                 slot: Any = type("Slot", (), {"pcm": window.pcm})
                 recording.add_words(window, draft, words[0], engine.align([slot], [words[0]], [words[1]])[0])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,6 +15,7 @@ from stapes.checkpoints.ctranslate2 import open_ctranslate2
 from stapes.checkpoints.formats import EMBEDDING, WhisperCheckpoint
 from stapes.checkpoints.huggingface import open_huggingface
 from stapes.checkpoints.openai import open_openai
+from stapes.devices.memory import trim_heap
 from stapes.errors import ModelError
 from stapes.models.whisper import Whisper, sinusoids
 
@@ -78,7 +78,7 @@ def load_whisper(
         if adapt is not None and not owners[_owner(name)]:
             adapt(model, _owner(name))
         if idle > most_idle:
-            _trim()
+            trim_heap()
             idle = 0.0
     if "encoder.positions" in shapes:
         config = checkpoint.config
@@ -86,19 +86,12 @@ def load_whisper(
         del shapes["encoder.positions"]
     if shapes:
         raise ModelError(f"{checkpoint.path} lacks the weights {', '.join(sorted(shapes)[:3])}; fetch the model again")
-    _trim()
+    trim_heap()
     return model.eval()
 
 
 def _owner(name: str) -> str:
     return name.rpartition(".")[0]
-
-
-def _trim() -> None:
-    """Give freed memory back to the system: glibc keeps the holes that short-lived tensors leave between others."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # other C libraries have none
-    if trim is not None:
-        trim(0)
 
 
 def _assign(model: nn.Module, name: str, tensor: torch.Tensor) -> None:

@@ -26,6 +26,10 @@ from stapes.text.tokenizers import WhisperTokenizer
 from stapes.transcript import Segment
 
 _LANGUAGE_CONFIDENCE = 0.5
+
+_HARDLY_PADDED = 28.0
+"""Seconds of sound from which on the padding of a window cannot matter."""
+
 _MAX_INITIAL_TIMESTAMP = 50
 """openai/whisper: a window's first timestamp is at most 1 s."""
 
@@ -59,6 +63,11 @@ class Window:
     def duration(self) -> float:
         """Seconds of sound."""
         return len(self.pcm) / SAMPLE_RATE
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether enough follows the sound for its padding to matter."""
+        return self.duration < _HARDLY_PADDED
 
 
 @dataclass
@@ -291,10 +300,14 @@ class Recording(ABC):
         seek = round(window.start * 100 / SAMPLE_RATE)
         return Draft(make_segments(slices, attempt, tokenizer, seek), done, attempt)
 
-    def words_wanted(self, draft: Draft) -> tuple[list[int], list[int]] | None:
-        """The prompt and the text to align, when words are asked for and there are any."""
+    def words_wanted(self, window: Window, draft: Draft) -> tuple[list[int], list[int]] | None:
+        """The prompt and the text to align, when words are asked for and there are any.
+
+        Where silence was cut out of a window, the times of its segments come from its words too: Whisper lets a
+        segment last into the silence behind it, and behind a joint that is another part of the recording.
+        """
         text = [token for segment in draft.segments for token in segment.tokens if token < self.model.tokenizer.eot]
-        if not self.options.word_timestamps or not text:
+        if not text or not (self.options.word_timestamps or len(window.packed.pieces) > 1):
             return None
         tokenizer = self.model.tokenizer
         return tokenizer.start_sequence(self.language, self.options.task, without_timestamps=True), text
@@ -339,6 +352,10 @@ class Recording(ABC):
             segment.start, segment.end = to_recording(segment.start, segment.end)
             for word in segment.words or []:
                 word.start, word.end = to_recording(word.start, word.end)
+            if segment.words:
+                segment.start, segment.end = segment.words[0].start, segment.words[-1].end
+            if not self.options.word_timestamps:
+                segment.words = None
             self.segments.append(segment)
 
     def sorted_segments(self) -> list[Segment]:

@@ -19,10 +19,6 @@ _RETRIES_WAITING = 32
 """Windows that may wait for their next temperature before new ones are held back; each holds some MB of encoding."""
 
 
-_HARDLY_PADDED = 28.0
-"""Seconds of sound from which on the padding of a window cannot matter."""
-
-
 class Scheduler:
     """Drives an engine through the windows that an `Ingest` provides."""
 
@@ -138,7 +134,7 @@ class Scheduler:
             window = self.slots[slot]
             try:
                 draft = window.recording.judge(window, result)
-                words = None if draft is None else window.recording.words_wanted(draft)
+                words = None if draft is None else window.recording.words_wanted(window, draft)
             except Exception as error:
                 self._free(slot)
                 window.recording.fail(error, window)
@@ -174,7 +170,7 @@ class Scheduler:
         The first time, those with room behind their sound are encoded once more with another padding: the silence
         that Whisper takes for the end of all speech is what most often misleads it on short, noisy clips.
         """
-        short = [w for w in windows if len(w.attempts) == 1 and w.duration < _HARDLY_PADDED]
+        short = [w for w in windows if len(w.attempts) == 1 and w.is_padded]
         for first in range(0, len(short), self.engine.encoder_batch):
             batch = short[first : first + self.engine.encoder_batch]
             encodings = self.engine.encode([window.pcm for window in batch], again=True)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from stapes.audio.features import log_mel_spectrogram, pad_windows
 from stapes.decoding.rules import Vocabulary
+from stapes.devices.memory import trim_heap
 from stapes.inference.cpu import adapt
 from stapes.inference.engine import Alignment, DecodeRequest, DecodeResult
 from stapes.inference.lanes import Lane, Slot, zeros
@@ -60,6 +61,8 @@ class TorchWhisperEngine:
     @torch.inference_mode()
     def encode(self, windows: Sequence[np.ndarray], *, again: bool = False) -> list[Tensor]:
         """Samples of up to 30 s each → the encoder's states (1500, width) of each."""
+        if self.device.type == "cpu":
+            trim_heap()  # else the heap of a long recording grows by 150 MB of holes; it costs a few ms a window
         pcm = pad_windows(windows, self.device)
         lengths = [len(window) for window in windows] if again else None
         features = log_mel_spectrogram(pcm, self.model.config.mel_bins, lengths)
@@ -163,4 +166,8 @@ class TorchWhisperEngine:
     @torch.inference_mode()
     def release(self, slot: Slot) -> None:
         """Free a slot, ended or not."""
-        slot.lane.release(slot)
+        lane = slot.lane
+        lane.release(slot)
+        if self.device.type == "cpu" and not lane.slots and lane.group > 1:
+            # Caches for fallback are seldom needed, quick to make on the CPU, and a tenth of all memory.
+            self.lanes = {kind: kept for kind, kept in self.lanes.items() if kept is not lane}
