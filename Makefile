@@ -19,14 +19,14 @@ test: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports
-	$(BIN)/pytest -n auto --dist loadgroup
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist loadgroup
 
 # The long comparison against kept reference transcripts: needs ../shared/data and about an hour.
 accuracy: $(VENV)/.dev
 	$(BIN)/pytest tests/accuracy --accuracy -s
 
 # RESULTS.md from results/*.json. `stapes bench transcribe` makes those.
-results: $(VENV)/.demo
+results: $(VENV)/.dev
 	$(BIN)/stapes bench results
 
 format: $(VENV)/.dev

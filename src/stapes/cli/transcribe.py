@@ -79,7 +79,7 @@ class ModelOptions:
     more, else base, or what is installed."""
 
     device: str = "auto"
-    """auto, cpu, cuda, or GPUs by number: cuda:0,cuda:1. cuda means AMD GPUs too."""
+    """auto, cpu, cuda, or a GPU by number: cuda:1. cuda means AMD GPUs too; rocm and hip are the same."""
 
     precision: Precision = "auto"
     """Number format that the model runs in; auto suits the device."""
