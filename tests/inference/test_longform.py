@@ -387,12 +387,12 @@ def test_every_option_of_a_request_is_the_one_given() -> None:
 
     for kind, more in ((PackedRecording, {}), (SequentialRecording, {"vad": False})):
         requests = [request for _, request in transcribe(make(kind, **options, **more), tone(10), script)]
-        assert [request.temperature for request in requests] == [0.0, 0.5, 1.0]
-        assert [request.candidates for request in requests] == [4, 3, 3]
+        assert [request.temperature for request in requests] == [0.0, 0.0, 0.5, 1.0]  # the second is a second look
+        assert [request.candidates for request in requests] == [4, 4, 3, 3]
         assert {(r.patience, r.length_penalty, r.timestamps, r.max_initial_timestamp) for r in requests} == {
             (2.0, 0.5, True, 50)
         }
-        assert [request.key for request in requests] == [(9, 0, 0), (9, 0, 1), (9, 0, 2)]
+        assert [request.key for request in requests] == [(9, 0, 0), (9, 0, 0), (9, 0, 1), (9, 0, 2)]
         plain = transcribe(make(kind, without_timestamps=True, compression_ratio_threshold=None, **more), tone(10))
         assert [(r.timestamps, r.stop_loops, r.max_initial_timestamp) for _, r in plain] == [(False, False, -1)]
 
@@ -406,13 +406,13 @@ def test_thresholds_decide_what_is_tried_again_and_what_is_silence(kind: type[Re
 
     loop, unlikely = result([at(0), *[5] * 99, at(9)]), result([at(0), 1, at(9)], avg_logprob=-1.5)
     silent = result([at(0), 1, at(9)], avg_logprob=-1.5, no_speech_prob=0.7)
-    assert count(loop) == (6, 1)
+    assert count(loop) == (7, 1)  # six temperatures, and a second look at the first
     assert count(loop, compression_ratio_threshold=None) == (1, 1)
     assert count(loop, temperature_increment_on_fallback=None) == (1, 1)
-    assert count(unlikely) == (6, 1)
-    assert count(unlikely, logprob_threshold=-2.0) == (1, 1)
+    assert count(unlikely) == (7, 1)
+    assert count(unlikely, logprob_threshold=-2.0) == (2, 1)
     assert count(silent) == (1, 0)
-    assert count(silent, no_speech_threshold=0.8) == (6, 1)
-    assert count(silent, no_speech_threshold=None) == (6, 1)
+    assert count(silent, no_speech_threshold=0.8) == (7, 1)
+    assert count(silent, no_speech_threshold=None) == (7, 1)
     assert count(result([at(0), 1, at(9)], no_speech_prob=0.9)) == (1, 1)
-    assert count(result([at(0), 1, 2, at(9)], looped=True)) == (6, 1)
+    assert count(result([at(0), 1, 2, at(9)], looped=True)) == (7, 1)

@@ -105,8 +105,24 @@ def test_a_failed_attempt_comes_before_new_windows() -> None:
     run_when_read([tone(20, 0.1), tone(20, 0.2), tone(20, 0.3), tone(20, 0.4)], engine, best_of=1, workers=1)
     order = admitted(engine)
     first = order.index((0.2, 0.0))
-    assert order[first + 1 : first + 3] == [(0.2, 0.2), (0.2, 0.4)]
-    assert len(order) == 6
+    assert order[first + 1 : first + 4] == [(0.2, 0.0), (0.2, 0.2), (0.2, 0.4)]
+    assert len(order) == 7
+    assert sum(entry[0] == "encode again" for entry in engine.log) == 1
+
+
+def test_only_unsure_windows_with_padding_get_a_second_look() -> None:
+    def looks(seconds: float, avg_logprob: float, **options: Any) -> list[Any]:
+        def script(pcm: np.ndarray, request: Any) -> Any:
+            return result(whole(pcm, request).tokens, temperature=request.temperature, avg_logprob=avg_logprob)
+
+        engine = FakeEngine(script, rows=1)
+        run_when_read([tone(seconds, 0.2)], engine, best_of=1, workers=1, **options)
+        return [entry for entry in engine.log if entry[0] == "encode again"]
+
+    assert looks(20, -0.7)
+    assert not looks(20, -0.5)
+    assert not looks(29, -0.7)
+    assert not looks(20, -0.7, temperature_increment_on_fallback=None)
 
 
 def test_retries_that_wait_for_their_slots_keep_nobody_else_from_free_ones() -> None:

@@ -165,14 +165,10 @@ class Scheduler:
         return bool(harvested)
 
     def _retry(self, windows: list[Window]) -> None:
-        """Put windows in front for their next temperature.
-
-        The first time, those with room behind their sound are encoded once more with another padding: the silence
-        that Whisper takes for the end of all speech is what most often misleads it on short, noisy clips.
-        """
-        short = [w for w in windows if len(w.attempts) == 1 and w.is_padded]
-        for first in range(0, len(short), self.engine.encoder_batch):
-            batch = short[first : first + self.engine.encoder_batch]
+        """Put windows in front for their next attempt; encode those again that get a second look."""
+        unseen = [window for window in windows if window.encoded is None]
+        for first in range(0, len(unseen), self.engine.encoder_batch):
+            batch = unseen[first : first + self.engine.encoder_batch]
             encodings = self.engine.encode([window.pcm for window in batch], again=True)
             for window, encoded in zip(batch, encodings, strict=True):
                 window.encoded = encoded
