@@ -136,10 +136,7 @@ class FasterWhisper:
 
     def __init__(self, settings: PeerSettings) -> None:
         try:
-            from faster_whisper import (  # pyright: ignore[reportMissingImports]  # an extra
-                BatchedInferencePipeline,
-                WhisperModel,
-            )
+            from faster_whisper import BatchedInferencePipeline, WhisperModel  # pyright: ignore[reportMissingImports]  # an extra
         except ImportError as error:
             raise UsageError("faster-whisper is not installed: pip install 'stapes[peers]'") from error
         location = ctranslate2_folder(settings.model, settings.model_dir)
