@@ -69,9 +69,21 @@ def load(
     name, location = _find(model, where, task, language, model_dir, offline, progress)
     checkpoint = open_checkpoint(location.path, name, location.parts)
     tokenizer = open_tokenizer(checkpoint, model_dir)
-    adapt = pack_module if is_worth_packing(where.torch, dtype) else None
-    network = load_whisper(checkpoint, dtype, where.torch, adapt)
-    slots = batch_size or _default_slots(where)
+    return assemble(name, checkpoint, tokenizer, where, dtype, batch_size or _default_slots(where))
+
+
+def assemble(
+    name: str,
+    checkpoint: WhisperCheckpoint,
+    tokenizer: WhisperTokenizer,
+    device: Device,
+    dtype: torch.dtype,
+    slots: int,
+    engine_class: type[TorchWhisperEngine] = TorchWhisperEngine,
+) -> Recognizer:
+    """Load a checkpoint's weights and put the parts together. slots: windows decoded together."""
+    adapt = pack_module if is_worth_packing(device.torch, dtype) else None
+    network = load_whisper(checkpoint, dtype, device.torch, adapt)
     config = checkpoint.config
     heads = checkpoint.alignment_heads or tuple(
         (layer, head)
@@ -79,7 +91,7 @@ def load(
         for head in range(config.decoder_heads)
     )
     begin = checkpoint.begin_suppress_tokens
-    engine = TorchWhisperEngine(
+    engine = engine_class(
         network,
         Vocabulary(
             end=tokenizer.eot,
@@ -93,9 +105,9 @@ def load(
         begin if begin is not None else (*tokenizer.encode(" "), tokenizer.eot),
         heads,
         slots,
-        encoder_batch=1 if where.backend == "cpu" else min(8, slots),
+        encoder_batch=1 if device.backend == "cpu" else min(8, slots),
     )
-    return Recognizer(name, checkpoint, tokenizer, engine, where)
+    return Recognizer(name, checkpoint, tokenizer, engine, device)
 
 
 def _find(

@@ -17,18 +17,15 @@ from torch import Tensor
 
 from stapes.checkpoints.alignment import published_heads
 from stapes.checkpoints.formats import EMBEDDING, WhisperCheckpoint
-from stapes.checkpoints.load import load_whisper
 from stapes.checkpoints.sizes import published_config
-from stapes.decoding.rules import Vocabulary
 from stapes.devices.backend import choose_dtype, resolve
 from stapes.errors import UsageError
 from stapes.inference.engine import DecodeRequest
 from stapes.inference.lanes import Slot
-from stapes.inference.packed import is_worth_packing, pack_module
 from stapes.inference.torch_whisper import TorchWhisperEngine
 from stapes.models.whisper import Whisper, WhisperConfig, sinusoids
 from stapes.options import Precision, TranscribeOptions
-from stapes.recognizer import Recognizer
+from stapes.recognizer import Recognizer, assemble
 from stapes.text.tokenizers import LANGUAGES, WhisperTokenizer
 
 _SCALE = 0.02
@@ -95,28 +92,10 @@ def load_random(
         alignment_heads=published_heads(config, Path(f"random-{name}")),
     )
     tokenizer = random_tokenizer(config)
-    network = load_whisper(
-        checkpoint, dtype, where.torch, pack_module if is_worth_packing(where.torch, dtype) else None
-    )
-    engine = FixedLengthEngine(
-        network,
-        Vocabulary(
-            end=tokenizer.eot,
-            no_speech=tokenizer.no_speech,
-            no_timestamps=tokenizer.no_timestamps,
-            timestamp_begin=tokenizer.timestamp_begin,
-            size=config.vocab_size,
-        ),
-        tokenizer.language_ids,
-        tokenizer.sot,
-        (tokenizer.encode(" ")[0], tokenizer.eot),
-        checkpoint.alignment_heads or ((config.decoder_layers - 1, 0),),
-        batch_size,
-        # As ``stapes.load`` chooses it.
-        encoder_batch=1 if where.backend == "cpu" else min(8, batch_size),
-    )
-    engine.tokens = tokens
-    return Recognizer(name, checkpoint, tokenizer, engine, where)
+    recognizer = assemble(name, checkpoint, tokenizer, where, dtype, batch_size, FixedLengthEngine)
+    assert isinstance(recognizer.engine, FixedLengthEngine)
+    recognizer.engine.tokens = tokens
+    return recognizer
 
 
 def random_weights(config: WhisperConfig, seed: int, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
