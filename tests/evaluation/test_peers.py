@@ -187,6 +187,8 @@ def test_an_interrupted_command_leaves_whole_lines_and_goes_on(server: Server, m
 def test_installed_peers_load_models_that_come_with_pip(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    package = name.partition(":")[0].replace("-", "_")
+    pytest.importorskip(package, reason=f"{package} is not installed: pip install '.[peers]'")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("STAPES_MODEL_DIR", raising=False)
     with (DATA / "librispeech/manifest.jsonl").open(encoding="utf-8") as lines:

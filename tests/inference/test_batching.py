@@ -38,11 +38,11 @@ def recognizer() -> Iterator[Recognizer]:
         encode = engine.encode
         assert engine.encoder_batch == 1  # so an encoding has no neighbours, and to keep it hides nothing
 
-        def encode_once(windows: Sequence[np.ndarray]) -> list[torch.Tensor]:
+        def encode_once(windows: Sequence[np.ndarray], *, again: bool = False) -> list[torch.Tensor]:
             (window,) = windows
-            key = window.tobytes()
+            key = window.tobytes(), again
             if key not in known:
-                (known[key],) = encode(windows)
+                (known[key],) = encode(windows, again=again)
             return [known[key]]
 
         engine.encode = encode_once
