@@ -121,7 +121,7 @@ def _find(
 ) -> tuple[str, catalog.Location]:
     translate = task == "translate"
     if model is None:
-        name = catalog.choose_default(device.memory, translate, language, model_dir)
+        name = catalog.choose_default(device.memory, translate)
         found = catalog.find(name, model_dir)
         if found is None:
             other = catalog.choose_installed(name, translate, language, model_dir)

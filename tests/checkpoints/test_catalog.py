@@ -180,7 +180,7 @@ class TestDefaults:
         assert catalog.choose_installed("base", True, None, None) == "small"
 
     def test_by_memory(self):
-        assert catalog.choose_default(None, False, None, None) == "base"
-        assert catalog.choose_default(4 << 30, False, None, None) == "base"
-        assert catalog.choose_default(8 << 30, False, None, None) == "turbo"
-        assert catalog.choose_default(8 << 30, True, None, None) == "medium"
+        assert catalog.choose_default(None, False) == "base"
+        assert catalog.choose_default(4 << 30, False) == "base"
+        assert catalog.choose_default(8 << 30, False) == "turbo"
+        assert catalog.choose_default(8 << 30, True) == "medium"

@@ -193,12 +193,13 @@ def test_options_are_written_as_in_openai_whisper(
 
 def test_what_concerns_the_model_reaches_load(fake: FakeRecognizer, capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["--model", "base", "--device", "cuda:0,cuda:1", "--fp16", "False", "--max-vram", "6GB", "--threads", "2"]
-    argv += ["--backend", "torch"]
+    argv += ["--backend", "torch", "--task", "translate", "--language", "de"]  # a default is chosen that can do both
     assert run(capsys, "a.mp3", *argv, "--model_dir", "m", "--offline")[0] == 0
     del fake.loaded["progress"]
     assert fake.loaded == {
         "model": "base", "device": "cuda:0,cuda:1", "precision": "fp32", "backend": "torch", "max_vram": "6GB",
         "threads": 2, "model_dir": "m", "offline": True,
+        "task": "translate", "language": "de",
     }  # fmt: skip
 
 

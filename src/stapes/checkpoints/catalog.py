@@ -237,7 +237,7 @@ def pull(
     return folder
 
 
-def choose_default(gpu_memory: int | None, translate: bool, language: str | None, model_dir: str | Path | None) -> str:
+def choose_default(gpu_memory: int | None, translate: bool) -> str:
     """The model for those who name none, by what the device can hold: see INTERFACES."""
     if gpu_memory is not None and gpu_memory >= 6 << 30:
         return "medium" if translate else "turbo"

@@ -215,6 +215,8 @@ def _run(
             threads=model.threads,
             model_dir=model.model_dir,
             offline=model.offline,
+            task=options.task,
+            language=options.language,
             progress=loading,
         )
     try:

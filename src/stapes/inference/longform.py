@@ -14,8 +14,9 @@ from stapes.audio.features import SAMPLE_RATE, WINDOW_SAMPLES
 from stapes.audio.vad import Region
 from stapes.audio.windows import PackedWindow, Piece, WindowPacker
 from stapes.inference.recording import Draft, Model, Recording, Window
-from stapes.inference.segments import TIMESTAMP_STEP, is_anomalous
+from stapes.inference.segments import is_anomalous
 from stapes.options import TranscribeOptions
+from stapes.text.tokenizers import TIMESTAMP_STEP
 from stapes.transcript import Segment
 
 _SEQUENTIAL_GAP = 2 * SAMPLE_RATE

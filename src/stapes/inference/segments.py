@@ -9,12 +9,8 @@ from dataclasses import dataclass
 from stapes.decoding.loops import without_loop
 from stapes.inference.engine import DecodeResult
 from stapes.options import TranscribeOptions
-from stapes.text.tokenizers import WhisperTokenizer
+from stapes.text.tokenizers import TIMESTAMP_STEP, WhisperTokenizer
 from stapes.transcript import Segment
-
-TIMESTAMP_STEP = 0.02
-"""Seconds between timestamp tokens."""
-
 
 _DOUBTFUL = 0.75
 """How much of the log-probability threshold is asked of a window that may hold no speech."""
