@@ -6,10 +6,11 @@ PyTorch calls AMD's GPUs ``cuda`` too; ``rocm`` and ``hip`` are accepted here as
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
+from stapes.devices.chips import Chip, find_chip
 from stapes.errors import DeviceError, UsageError
 from stapes.options import Precision
 
@@ -20,12 +21,18 @@ _GPU_NAMES = ("cuda", "rocm", "hip")
 
 @dataclass(frozen=True)
 class Device:
-    """A device to run on. ``memory``: bytes in all, None for the CPU."""
+    """A device to run on.
+
+    ``memory``: bytes in all, None for the CPU. ``architecture``: ``gfx1100``, ``sm_90``, None for the CPU. ``chip``:
+    what is known of it, None where that is nothing.
+    """
 
     torch: torch.device
     backend: Backend
     name: str
     memory: int | None
+    architecture: str | None = None
+    chip: Chip | None = None
 
 
 def gpu_backend() -> Backend | None:
@@ -63,7 +70,16 @@ def resolve(device: str) -> Device:
     if number >= torch.cuda.device_count():
         raise DeviceError(f"--device {device}: there are {torch.cuda.device_count()} GPUs, counted from 0")
     properties = torch.cuda.get_device_properties(number)
-    return Device(torch.device("cuda", number), backend, properties.name, properties.total_memory)
+    where = architecture_of(properties, backend)
+    chip = find_chip(where, properties.name)
+    return Device(torch.device("cuda", number), backend, properties.name, properties.total_memory, where, chip)
+
+
+def architecture_of(properties: Any, backend: Backend) -> str:
+    """``gfx1100`` or ``sm_90``, from PyTorch's properties of a GPU."""
+    if backend == "rocm":
+        return properties.gcnArchName.partition(":")[0]
+    return f"sm_{properties.major}{properties.minor}"
 
 
 def choose_dtype(precision: Precision, device: Device) -> torch.dtype:
