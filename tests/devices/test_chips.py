@@ -9,7 +9,8 @@ from stapes.devices.chips import ARCHITECTURES, CHIPS, find_chip
 
 @pytest.mark.parametrize("chip", CHIPS, ids=lambda chip: chip.names[0])
 def test_rows_are_complete_and_possible(chip) -> None:
-    assert chip.source and chip.names
+    assert chip.source
+    assert chip.names
     assert chip.peak_tflops.keys() <= {"fp32", "fp16", "bf16", "fp8", "int8"}
     assert chip.peak_tflops["fp16"] > chip.peak_tflops["fp32"] > 1
     assert ("fp8" in chip.peak_tflops) == (chip.fp8 is not None)

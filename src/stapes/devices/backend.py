@@ -5,11 +5,16 @@ PyTorch calls AMD's GPUs ``cuda`` too; ``rocm`` and ``hip`` are accepted here as
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from stapes.devices import rocm
 from stapes.devices.chips import Chip, find_chip
 from stapes.errors import DeviceError, UsageError
 from stapes.options import Precision
@@ -47,6 +52,7 @@ def resolve(device: str) -> Device:
 
     Raises DeviceError when it is not there, UsageError when the name means nothing.
     """
+    rocm.apply_defaults()  # here, because no GPU is touched before it has been resolved
     wanted = device.strip().lower()
     kind, _, index = wanted.partition(":")
     if wanted == "auto":
@@ -90,3 +96,80 @@ def choose_dtype(precision: Precision, device: Device) -> torch.dtype:
     if precision not in dtypes:
         raise UsageError(f"--precision {precision} is not available for this model yet: use fp32, fp16 or bf16")
     return dtypes[precision]
+
+
+Use = Literal["native", "slow", "no"]
+
+
+def usable_dtypes(device: Device) -> dict[str, tuple[Use, str]]:
+    """For fp32, fp16, bf16 and fp8, whether the device computes in it, and why not or how.
+
+    ``slow``: it works, in another dtype underneath or without matrix units. What a chip of an unknown architecture can
+    do beyond fp32 and fp16 is ``no``: nobody has said that it can.
+    """
+    if device.backend == "cpu":
+        return {
+            "fp32": ("native", ""),
+            "fp16": ("slow", "most CPUs convert every value to fp32 and back"),
+            "bf16": ("slow", "only CPUs with AMX or AVX-512 BF16 gain from it"),
+            "fp8": ("no", "no CPU computes in fp8"),
+        }
+    architecture, chip = device.architecture or "", device.chip
+    bf16: tuple[Use, str] = ("native", "")
+    if chip is None:
+        bf16 = ("no", f"nothing is known of {architecture}")
+    elif "no bf16 arithmetic" in chip.notes:
+        bf16 = ("slow", f"{architecture} has no bf16 arithmetic: use fp16")
+    kind = chip.fp8 if chip else None
+    fp8: tuple[Use, str] = ("no", f"{architecture} has no fp8 matrix units")
+    if kind is not None:
+        fp8 = ("native", {"fnuz": "float8_e4m3fnuz, not OCP's", "ocp": "float8_e4m3fn (OCP)"}[kind])
+    slow = chip is not None and chip.matrix is None
+    fp16: tuple[Use, str] = ("native", "without matrix units: at most twice fp32's speed" if slow else "")
+    return {"fp32": ("native", ""), "fp16": fp16, "bf16": bf16, "fp8": fp8}
+
+
+@dataclass(frozen=True)
+class AttentionKernels:
+    """``chosen``: what scaled_dot_product_attention takes by itself. ``refused``: kernel → the reason it gave."""
+
+    chosen: str
+    usable: tuple[str, ...]
+    refused: dict[str, str]
+
+
+_KERNELS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+
+
+@torch.inference_mode()
+def attention_kernels(
+    device: torch.device, dtype: torch.dtype = torch.float16, shape: Sequence[int] = (1, 8, 256, 64)
+) -> AttentionKernels:
+    """Find out which attention kernels really run, by running each, and which one PyTorch takes unasked.
+
+    shape: (batch, heads, positions, head width). ``math`` holds all scores in memory: many times slower for the 1500
+    positions of a window (11.8 times at 4096, unsloth #8821). On ROCm some architectures have the others only behind
+    TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL.
+    """
+    query = torch.ones(tuple(shape), device=device, dtype=dtype)
+    usable, refused = [], {}
+    for name, kernel in _KERNELS.items():
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")  # PyTorch warns of the reasons, then raises that no kernel is left
+            try:
+                with sdpa_kernel(kernel):
+                    F.scaled_dot_product_attention(query, query, query).sum().item()
+                usable.append(name)
+            except Exception as error:  # a kernel that cannot run has been asked, that is all
+                reasons = [str(warning.message).partition(" (Triggered")[0] for warning in said]
+                refused[name] = reasons[-1] if reasons else rocm.one_line(error)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        choice = torch.ops.aten._fused_sdp_choice(query, query, query)
+    chosen = {kernel.value: name for name, kernel in _KERNELS.items()}.get(int(choice), "math")
+    return AttentionKernels(chosen, tuple(usable), refused)
