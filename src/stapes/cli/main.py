@@ -20,6 +20,7 @@ from stapes.cli.arguments import normalise
 from stapes.cli.compare import compare
 from stapes.cli.evaluate import evaluate
 from stapes.cli.interrupts import interruptible
+from stapes.cli.monitor import monitor
 from stapes.cli.terminal import display, prepare_streams, to_json
 from stapes.cli.transcribe import transcribe
 from stapes.errors import StapesError
@@ -38,6 +39,7 @@ app.command(models.app)
 app.command(evaluate, usage="Usage: stapes evaluate [OPTIONS] MODEL MANIFEST")
 app.command(compare, usage="Usage: stapes compare [OPTIONS] RESULT…")
 app.command(bench.app)
+app.command(monitor)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

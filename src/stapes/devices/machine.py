@@ -5,9 +5,7 @@ Nothing here names the machine or its user: results are meant to be published.
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
-import importlib
 import json
 import os
 import platform
@@ -17,6 +15,8 @@ from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+
+from stapes.devices import amd_smi, nvml
 
 _VERSIONS = ("torch", "numpy", "transformers", "faster-whisper", "ctranslate2", "onnxruntime")
 
@@ -31,7 +31,7 @@ def facts() -> dict[str, Any]:
     import torch
 
     gpus = _gpus(torch)
-    memory = _memory_bytes()
+    memory = memory_bytes()
     hardware = {
         "cpu": _cpu_name(),
         "cores": available_cores(),
@@ -105,6 +105,22 @@ def peak_device_bytes(gpu: int | None) -> int | None:
     return torch.cuda.max_memory_allocated(gpu)
 
 
+def gpu_id(index: int) -> str | None:
+    """What a driver calls the GPU that this process's PyTorch calls ``cuda:<index>``: NVIDIA's UUID, AMD's PCI address.
+
+    None where this PyTorch does not tell.
+    """
+    import torch
+
+    properties: Any = torch.cuda.get_device_properties(index)
+    try:
+        if not torch.version.hip:
+            return f"GPU-{properties.uuid}"
+        return f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
+    except AttributeError:
+        return None
+
+
 class EnergyMeter:
     """Joules that a device has drawn since the meter was made, by its own counter.
 
@@ -130,7 +146,8 @@ def _energy_counter(gpu: int | None) -> Callable[[], float | None] | None:
     import torch
 
     try:
-        return _amd_counter(torch, gpu) if torch.version.hip else _nvml_counter(torch, gpu)
+        identity = gpu_id(gpu) or ""
+        return amd_smi.energy_counter(identity) if torch.version.hip else nvml.energy_counter(identity)
     except Exception:  # a driver library that is absent, older or forbidden: there is no meter then
         return None
 
@@ -141,37 +158,6 @@ def _rapl_joules() -> float | None:
     readings = [_read(zone / "energy_uj") for zone in zones]
     values = [int(reading) for reading in readings if reading and reading.isdigit()]
     return sum(values) / 1e6 if values and len(values) == len(zones) else None
-
-
-def _nvml_counter(torch: Any, gpu: int) -> Callable[[], float | None]:
-    nvml = ctypes.CDLL("libnvidia-ml.so.1")
-    handle = ctypes.c_void_p()
-    uuid = f"GPU-{torch.cuda.get_device_properties(gpu).uuid}".encode()
-    if nvml.nvmlInit_v2() or nvml.nvmlDeviceGetHandleByUUID(uuid, ctypes.byref(handle)):
-        raise OSError("NVML does not know this GPU")
-
-    def joules() -> float | None:
-        millijoules = ctypes.c_ulonglong()
-        failed = nvml.nvmlDeviceGetTotalEnergyConsumption(handle, ctypes.byref(millijoules))
-        return None if failed else millijoules.value / 1e3
-
-    return joules
-
-
-def _amd_counter(torch: Any, gpu: int) -> Callable[[], float | None]:
-    smi = importlib.import_module("amdsmi")  # comes with ROCm, not from pip
-    smi.amdsmi_init()
-    place = torch.cuda.get_device_properties(gpu)
-    handle = smi.amdsmi_get_processor_handle_from_bdf(
-        f"{place.pci_domain_id:04x}:{place.pci_bus_id:02x}:{place.pci_device_id:02x}.0"
-    )
-
-    def joules() -> float | None:
-        count = smi.amdsmi_get_energy_count(handle)
-        accumulator = count.get("energy_accumulator", count.get("power"))
-        return accumulator * count["counter_resolution"] / 1e6  # the resolution is in microjoules
-
-    return joules
 
 
 def _gpus(torch: Any) -> list[dict[str, Any]]:
@@ -200,7 +186,8 @@ def _cpu_name() -> str | None:
     return platform.processor() or platform.machine() or None
 
 
-def _memory_bytes() -> int | None:
+def memory_bytes() -> int | None:
+    """Memory that this process may use: the machine's, or its control group's limit where that is less."""
     limits = [_read("/sys/fs/cgroup/memory.max")]
     for line in (_read("/proc/meminfo") or "").splitlines():
         if line.startswith("MemTotal:"):
