@@ -9,8 +9,12 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, Literal
 
+import torch
+
+from stapes.devices.backend import resolve
 from stapes.kernels.jit import Kernel
 
 Family = Literal["cdna", "rdna2", "rdna3", "rdna4", "cuda"]
@@ -93,3 +97,9 @@ def nearest_target(architecture: str | None) -> Target | None:
     families = {r"gfx9[0-9a-f]{2}": "gfx90a", r"gfx103\d": "gfx1030", r"gfx11\d\d": "gfx1100", r"gfx12\d\d": "gfx1201"}
     families |= {r"sm_\d+[a-z]?": "sm_90"}
     return next((TARGETS[like] for pattern, like in families.items() if re.fullmatch(pattern, name)), None)
+
+
+@lru_cache(maxsize=64)
+def target_of(device: torch.device) -> Target | None:
+    """The target whose tiles suit a GPU; None for the CPU and for an architecture that is unknown."""
+    return nearest_target(resolve(str(device)).architecture) if device.type == "cuda" else None

@@ -1,0 +1,256 @@
+"""Complex spectrum → power → mel → log → Whisper's normalisation, in one pass over the spectrum.
+
+A filter of the mel scale covers a short run of frequencies, so the kernel works on blocks of filters and reads for each
+only the frequencies that they cover: the spectrum is read once (blocks share at most two frequencies), and of the
+products with the filters' zeros most are never computed.
+
+The normalisation needs the loudest bin of a whole window before any value of it is final. The first pass writes values
+that are final but for the floor, 8 below the loudest in log10, and the least and greatest of each tile; the second pass
+reads only the tiles that have something under the floor and writes only what is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from stapes.kernels.jit import is_interpreted, kernel, launch_or
+from stapes.kernels.split_dot import split_dot
+from stapes.kernels.targets import CompileCase, Target, target_of
+
+if TYPE_CHECKING:
+    import triton.language as tl
+
+
+def log_mel_reference(spectrum: Tensor, filters: Tensor) -> Tensor:
+    """(windows, frequencies, frames) complex, (bins, frequencies) → (windows, bins, frames) float32, about -1 … 1."""
+    power = spectrum.real.square() + spectrum.imag.square()
+    log = (filters @ power).clamp_min(1e-10).log10()
+    loudest = log.amax(dim=(-2, -1), keepdim=True)
+    return (torch.maximum(log, loudest - 8.0) + 4.0) / 4.0
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Frames, filters and frequencies of a block, and how the product with the filters is computed."""
+
+    frames: int
+    filters: int
+    frequencies: int
+    warps: int
+    way: str
+    """As `split_dot`'s: ``fp32``, ``tf32x3`` or ``bf16x3``."""
+    stages: int = 2
+
+
+# fp32 is exact where matrix instructions take it (CDNA) and on plain cores (RDNA 2); elsewhere three products of parts.
+TILES: Mapping[str, Tile] = {
+    "cdna": Tile(64, 32, 32, 4, "fp32"),
+    "rdna2": Tile(32, 16, 16, 4, "fp32"),
+    "rdna3": Tile(32, 32, 16, 4, "bf16x3"),
+    "rdna4": Tile(32, 32, 16, 4, "bf16x3"),
+    "cuda": Tile(64, 32, 32, 4, "tf32x3", 3),
+}
+
+
+@dataclass(frozen=True)
+class Filters:
+    """Mel filters laid out for the kernel on one device. Make them once with `prepare_filters`."""
+
+    filters: Tensor
+    """(bins, frequencies) float32, for the reference."""
+    padded: Tensor
+    """(frequencies, bins), zeros behind."""
+    ranges: Tensor
+    """(blocks of filters, 2) int32: first and last + 1 of the blocks of frequencies that they cover."""
+    tile: Tile
+
+
+def prepare_filters(filters: Tensor, device: torch.device, tile: Tile | None = None) -> Filters:
+    """Lay (bins, frequencies) filters out for a device; ``tile`` in place of the one that suits its architecture."""
+    tile = tile or tile_for(device)
+    bins, frequencies = filters.shape
+    blocks = -(-bins // tile.filters)
+    padded = torch.zeros(-(-frequencies // tile.frequencies) * tile.frequencies, blocks * tile.filters)
+    padded[:frequencies, :bins] = filters.cpu().T
+    ranges = torch.zeros(blocks, 2, dtype=torch.int32)
+    for block, columns in enumerate(padded.split(tile.filters, dim=1)):
+        covered = columns.any(dim=1).nonzero()
+        if len(covered):
+            ranges[block, 0] = covered[0] // tile.frequencies
+            ranges[block, 1] = covered[-1] // tile.frequencies + 1
+    return Filters(filters.to(device), padded.to(device), ranges.to(device), tile)
+
+
+def tile_for(device: torch.device) -> Tile:
+    """The tile that suits the architecture of a device."""
+    target = target_of(device)
+    return TILES[target.family if target else "cuda"]
+
+
+def log_mel(spectrum: Tensor, filters: Filters) -> Tensor:
+    """As `log_mel_reference`, by the kernel where it runs. A spectrum as `torch.stft` lays it out is read in place."""
+    return launch_or(
+        "log_mel",
+        spectrum.device,
+        lambda: launch_log_mel(spectrum, filters),
+        lambda: log_mel_reference(spectrum, filters.filters),
+    )
+
+
+def launch_log_mel(spectrum: Tensor, filters: Filters) -> Tensor:
+    """`log_mel` by the kernel alone."""
+    windows, frequencies, frames = spectrum.shape
+    bins = filters.filters.shape[0]
+    tile = filters.tile
+    if spectrum.stride(1) != 1:  # frequencies of a frame side by side, as the FFT leaves them
+        spectrum = spectrum.transpose(1, 2).contiguous().transpose(1, 2)
+    # A complex number is loaded as one number of 64 bits: neighbours of a warp then read neighbouring bytes.
+    pairs = torch.view_as_real(spectrum).view(torch.int64)
+    tiles = -(-frames // tile.frames)
+    out = torch.empty(windows, bins, frames, device=spectrum.device)
+    extremes = torch.empty(2, windows, tiles, device=spectrum.device)
+    _log_mel[(tiles, windows)](
+        pairs,
+        filters.padded,
+        filters.ranges,
+        out,
+        extremes[0],
+        extremes[1],
+        frames,
+        frequencies,
+        bins,
+        pairs.stride(0),
+        pairs.stride(2),
+        FRAMES=tile.frames,
+        FILTERS=tile.filters,
+        FREQUENCIES=tile.frequencies,
+        BLOCKS=filters.ranges.shape[0],
+        WAY=tile.way,
+        WIDEN=is_interpreted(),
+        STAGES=tile.stages,
+        num_warps=tile.warps,
+    )
+    launch_floor(out, extremes, tile.frames)
+    return out
+
+
+def launch_floor(out: Tensor, extremes: Tensor, tile_frames: int) -> None:
+    """Raise what lies more than 8 (log10) under the loudest bin of its window to there, in place.
+
+    Args:
+        out: (windows, bins, frames), normalised otherwise.
+        extremes: (2, windows, tiles): least and greatest value of the ``tile_frames`` frames of each tile.
+    """
+    windows, bins, frames = out.shape
+    tiles = extremes.shape[-1]
+    rows = 16
+    _floor[(tiles, -(-bins // rows), windows)](
+        out,
+        extremes[0],
+        extremes[1],
+        frames,
+        bins,
+        tiles,
+        FRAMES=tile_frames,
+        ROWS=rows,
+        TILES=max(16, 1 << (tiles - 1).bit_length()),
+        num_warps=4,
+    )
+
+
+@kernel
+def _log_mel(
+    spectrum_ptr, filters_ptr, ranges_ptr, out_ptr, least_ptr, greatest_ptr,
+    frames, frequencies, bins, stride_window, stride_frame,
+    FRAMES: tl.constexpr, FILTERS: tl.constexpr, FREQUENCIES: tl.constexpr, BLOCKS: tl.constexpr,
+    WAY: tl.constexpr, WIDEN: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """One tile of frames of one window: all filters, final but for the floor."""
+    tile, window = tl.program_id(0), tl.program_id(1)
+    t = tile * FRAMES + tl.arange(0, FRAMES)
+    is_frame = t < frames
+    column = tl.arange(0, FILTERS)
+    rows_ptr = spectrum_ptr + window.to(tl.int64) * stride_window + t[:, None] * stride_frame
+    out_rows = out_ptr + window.to(tl.int64) * bins * frames + t[:, None]
+    least, greatest = float("inf"), float("-inf")
+    for block in tl.static_range(BLOCKS):  # pyright: ignore[reportGeneralTypeIssues]
+        m = block * FILTERS + column
+        first, last = tl.load(ranges_ptr + 2 * block), tl.load(ranges_ptr + 2 * block + 1)
+        mel = tl.zeros((FRAMES, FILTERS), tl.float32)
+        for part in tl.range(first, last, num_stages=STAGES):
+            f = part * FREQUENCIES + tl.arange(0, FREQUENCIES)
+            pair = tl.load(rows_ptr + f[None, :], mask=is_frame[:, None] & (f < frequencies)[None, :], other=0)
+            real = pair.to(tl.int32).to(tl.float32, bitcast=True)
+            imaginary = (pair >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+            weights = tl.load(filters_ptr + f[:, None] * (BLOCKS * FILTERS) + m[None, :])
+            mel = split_dot(real * real + imaginary * imaginary, weights, mel, WAY, WIDEN)
+        # log10, and (x + 4) / 4
+        value = tl.log2(tl.maximum(mel, 1e-10)) * (0.30102999566398120 / 4) + 1.0
+        is_value = is_frame[:, None] & (m < bins)[None, :]
+        tl.store(out_rows + m[None, :] * frames, value, mask=is_value)
+        least = tl.minimum(least, tl.min(tl.where(is_value, value, float("inf"))))
+        greatest = tl.maximum(greatest, tl.max(tl.where(is_value, value, float("-inf"))))
+    tl.store(least_ptr + window * tl.num_programs(0) + tile, least)
+    tl.store(greatest_ptr + window * tl.num_programs(0) + tile, greatest)
+
+
+@kernel
+def _floor(
+    out_ptr, least_ptr, greatest_ptr, frames, bins, tiles,
+    FRAMES: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
+    """Some rows of one tile: what is under the floor of the window is raised to it."""
+    tile, window = tl.program_id(0), tl.program_id(2)
+    every = tl.arange(0, TILES)
+    greatest = tl.load(greatest_ptr + window * tiles + every, mask=every < tiles, other=float("-inf"))
+    floor = tl.max(greatest) - 2.0  # 8 in log10
+    if tl.load(least_ptr + window * tiles + tile) < floor:
+        t = tile * FRAMES + tl.arange(0, FRAMES)
+        m = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+        at = out_ptr + window.to(tl.int64) * bins * frames + m[:, None] * frames + t[None, :]
+        is_value = (m < bins)[:, None] & (t < frames)[None, :]
+        value = tl.load(at, mask=is_value, other=float("inf"))
+        tl.store(at, tl.zeros_like(value) + floor, mask=value < floor)
+
+
+def compile_cases(target: Target) -> list[CompileCase]:
+    """Both numbers of bins, and the floor."""
+    tile = TILES[target.family]
+    pointers = {"spectrum_ptr": "*i64", "filters_ptr": "*fp32", "ranges_ptr": "*i32", "out_ptr": "*fp32"}
+    pointers |= {"least_ptr": "*fp32", "greatest_ptr": "*fp32"}
+    numbers = dict.fromkeys(("frames", "frequencies", "bins", "stride_window", "stride_frame"), "i32")
+    cases = [
+        CompileCase(
+            f"log_mel {bins}",
+            "fp32",
+            _log_mel,
+            {**pointers, **numbers},
+            {
+                "FRAMES": tile.frames,
+                "FILTERS": tile.filters,
+                "FREQUENCIES": tile.frequencies,
+                "BLOCKS": -(-bins // tile.filters),
+                "WAY": tile.way,
+                "WIDEN": False,
+                "STAGES": tile.stages,
+            },
+            dot={"fp32": "fp32", "bf16x3": "bf16", "tf32x3": "tf32"}[tile.way],
+            warps=tile.warps,
+            aligned=tuple(pointers),
+        )
+        for bins in (80, 128)
+    ]
+    floor = CompileCase(
+        "log_mel floor",
+        "fp32",
+        _floor,
+        {"out_ptr": "*fp32", "least_ptr": "*fp32", "greatest_ptr": "*fp32"}
+        | dict.fromkeys(("frames", "bins", "tiles"), "i32"),
+        {"FRAMES": tile.frames, "ROWS": 16, "TILES": 128},
+    )
+    return [*cases, floor]
