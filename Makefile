@@ -4,7 +4,7 @@
 PYTHON ?= python3
 # The PyTorch to install. On an AMD or NVIDIA machine give yours, for example
 #   make demo TORCH="torch --index-url <the index that pytorch.org names for your ROCm or CUDA>"
-TORCH ?= -r constraints.txt
+TORCH ?= torch -c constraints.txt
 VENV := .venv
 BIN := $(VENV)/bin
 
@@ -46,7 +46,7 @@ $(VENV)/.demo: $(VENV)/.torch pyproject.toml
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.demo
-	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --editable '.[dev]' $(filter -c constraints.txt,$(TORCH))
 	touch $@
 
 clean:
