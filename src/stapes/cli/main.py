@@ -15,7 +15,7 @@ from typing import NoReturn
 from cyclopts import App, CycloptsError, Parameter, UnknownCommandError
 
 import stapes
-from stapes.cli import bench, models
+from stapes.cli import bench, kernels, models
 from stapes.cli.arguments import normalise
 from stapes.cli.compare import compare
 from stapes.cli.evaluate import evaluate
@@ -39,6 +39,7 @@ app.command(models.app)
 app.command(evaluate, usage="Usage: stapes evaluate [OPTIONS] MODEL MANIFEST")
 app.command(compare, usage="Usage: stapes compare [OPTIONS] RESULT…")
 app.command(bench.app)
+app.command(kernels.app)
 app.command(monitor)
 
 

@@ -235,7 +235,7 @@ def _one_thread() -> None:
 def _work(task: _Task) -> dict[str, Any]:
     """Compile in a process of the pool: the fields of the outcome that it settles."""
     target = TARGETS[task.target]
-    case: CompileCase = importlib.import_module(task.module).compile_cases(target)[task.number]
+    case: CompileCase = list(importlib.import_module(task.module).compile_cases(target))[task.number]
     start = time.perf_counter()
     try:
         facts = compile_case(case, target)
