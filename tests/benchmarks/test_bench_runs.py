@@ -20,7 +20,7 @@ from stapes.benchmarks.rounds import Case, Contender, measure
 from stapes.benchmarks.run import Run
 from stapes.checkpoints.catalog import KNOWN
 from stapes.checkpoints.sizes import published_config
-from stapes.cli import bench
+from stapes.cli.bench_run import measure as keep_what_was_measured
 from stapes.cli.main import main
 from stapes.cli.terminal import Terminal
 from stapes.errors import DeviceError, UsageError
@@ -171,7 +171,7 @@ def test_what_was_measured_before_a_failure_is_kept(tmp_path: Path) -> None:
     weights = Weights(name="base", kind="real")
     run = Run("transcribe", cases, rounds=2, weights=weights, audio={}, command=["stapes", "bench"])
     with pytest.raises(DeviceError):
-        bench._measure(run, tmp_path, Terminal())
+        keep_what_was_measured(run, tmp_path, Terminal())
     (path,) = tmp_path.glob("*.json")
     result = read_bench(path)
     assert [row.case for row in result.rows] == [{"batch_size": 8}]

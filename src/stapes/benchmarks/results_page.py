@@ -70,6 +70,9 @@ def render(results: Sequence[tuple[str, BenchResult]]) -> str:
         "## Beside other systems\n\nThe same recording, model, number format and threads. WER says whether the faster "
         "one also wrote what was said.\n",
         _peers(labelled),
+        "## Between GPUs\n\nAll-reduce, every sum checked: the time of the smallest one, and the most that a link "
+        "carried (bus bandwidth as nccl-tests define it).\n",
+        _allreduce(labelled),
         "## Runs\n",
         _runs(results),
     ]
@@ -216,6 +219,24 @@ def _peers(results: Sequence[Labelled]) -> str:
     return table(header, rows, right=3)
 
 
+def _allreduce(results: Sequence[Labelled]) -> str:
+    header = ["hardware", "ranks, library", "run", "smallest, µs", "most, GB/s", "at"]
+    rows = []
+    for label, result in results:
+        measured = [row for row in result.rows if result.name == "allreduce"]
+        if not measured:
+            continue
+        first, best = measured[0], max(measured, key=lambda row: row.ours.figures.get("bus_gb_s") or 0.0)
+        wrong = sum(row.ours.figures.get("wrong_elements") or 0.0 for row in measured)
+        latency = spread(first.ours.wall_seconds, lambda value: f"{1e6 * value:.1f}")
+        bandwidth = f"{best.ours.figures.get('bus_gb_s') or 0.0:.1f}"
+        how = f"{first.case['ranks']}, {first.ours.options}"
+        if wrong:
+            bandwidth += ", **wrong sums**"
+        rows.append([_device(result, first.case), how, label, latency, bandwidth, f"{best.case['bytes']:,} B"])
+    return table(header, rows, right=3) if rows else f"{BLANK}: `stapes bench allreduce`\n"
+
+
 def _runs(results: Sequence[tuple[str, BenchResult]]) -> str:
     if not results:
         return f"{BLANK}\n"
@@ -225,8 +246,11 @@ def _runs(results: Sequence[tuple[str, BenchResult]]) -> str:
         gpus = ", ".join(gpu["name"] for gpu in facts.get("gpus") or []) or "none"
         memory = facts.get("memory_bytes")
         versions = ", ".join(f"{package} {version}" for package, version in (facts.get("versions") or {}).items())
+        heard = f"; heard: {result.audio.get('corpus')}" if result.audio else ""
         origin = (
-            f"random weights, {weights.tokens} tokens a window: for timing only"
+            "no weights"
+            if weights.kind == "none"
+            else f"random weights, {weights.tokens} tokens a window: for timing only"
             if weights.kind == "random"
             else f"real weights, sha256 `{(weights.sha256 or 'unknown')[:16]}`"
         )
@@ -235,7 +259,7 @@ def _runs(results: Sequence[tuple[str, BenchResult]]) -> str:
             f"- `{shlex.join(result.command)}`",
             f"- {result.date[:10]}, stapes {result.stapes}, commit `{(result.commit or 'unknown')[:13]}`"
             + (" with changes" if (result.commit or "").endswith("+") else ""),
-            f"- {weights.name}: {origin}; heard: {result.audio.get('corpus')}, {len(result.rows)} cases of "
+            f"- {weights.name}: {origin}{heard}, {len(result.rows)} cases of "
             f"{len(result.rows[0].ours.wall_seconds.rounds) if result.rows else 0} rounds",
             f"- {facts.get('cpu')}, {facts.get('cores')} cores, "
             + (f"{memory / 2**30:.0f} GiB" if memory else "memory unknown")

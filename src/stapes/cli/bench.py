@@ -5,22 +5,20 @@ from __future__ import annotations
 import re
 import sys
 import tempfile
-from collections.abc import Generator
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
 
 from cyclopts import App, Parameter
 
-from stapes.cli.background import Background
-from stapes.cli.interrupts import shielded
+from stapes.cli.bench_allreduce import allreduce
+from stapes.cli.bench_run import listed, measure
 from stapes.cli.terminal import Terminal, to_json
-from stapes.errors import OutputError, StapesError, UsageError
+from stapes.errors import OutputError, UsageError
 from stapes.options import Precision, TranscribeOptions
 
 if TYPE_CHECKING:
     from stapes.benchmarks.records import CaseRow
-    from stapes.benchmarks.run import Run
 
 app = App(
     name="bench",
@@ -32,6 +30,8 @@ app = App(
         "Example: stapes bench transcribe --model base --peer faster-whisper"
     ),
 )
+
+app.command(allreduce)
 
 _UNITS = {"s": 1.0, "sec": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0}
 
@@ -117,8 +117,8 @@ def transcribe(
         lengths, rounds = "10s", 2
     if not 1 <= rounds <= 1000:
         raise UsageError(f"--rounds is {rounds}: give 1 to 1000")
-    seconds = [_seconds(text) for text in _listed("--lengths", lengths)]
-    sizes = [_size(text) for text in _listed("--batch-sizes", batch_sizes)]
+    seconds = [_seconds(text) for text in listed("--lengths", lengths)]
+    sizes = [_size(text) for text in listed("--batch-sizes", batch_sizes)]
     terminal = Terminal()
 
     # Imported here: `stapes --help` needs none of it.
@@ -132,8 +132,8 @@ def transcribe(
             model=random_weights or model,
             recordings=[join(clips, length, Path(folder) / f"{length:g}.wav") for length in seconds],
             warm_up=join(clips, min(60.0, max(seconds)), Path(folder) / "warm-up.wav"),
-            devices=tuple(_listed("--devices", devices)),
-            precisions=cast("tuple[Precision, ...]", tuple(_listed("--precisions", precisions))),
+            devices=tuple(listed("--devices", devices)),
+            precisions=cast("tuple[Precision, ...]", tuple(listed("--precisions", precisions))),
             batch_sizes=tuple(sizes),
             peers=peer,
             options=TranscribeOptions(language=language, beam_size=beam_size, without_timestamps=True),
@@ -152,34 +152,12 @@ def transcribe(
             quick=quick,
             log=terminal.note,
         )
-        path = _measure(run, output_dir, terminal)
+        path = measure(run, output_dir, terminal)
     if json:
         terminal.out(to_json(asdict(run.result)) + "\n")
     else:
         terminal.out("".join(map(_line, run.result.rows)) + f"wrote {path}\n")
     return 0
-
-
-def _measure(run: Run, folder: Path, terminal: Terminal) -> Path:
-    """Run to the end; where it is stopped or fails, the rows that are whole are kept."""
-
-    def rows() -> Generator[CaseRow, None, None]:
-        yield from run.rows()
-
-    work = Background(rows)
-    try:
-        for _ in work:
-            pass
-    except (KeyboardInterrupt, StapesError) as error:
-        work.cancel()
-        with shielded():
-            if run.result.rows:
-                why = "interrupted" if isinstance(error, KeyboardInterrupt) else str(error)
-                run.result.notes.append(f"ended early, cases are missing: {why}")
-                terminal.note(f"wrote what was measured: {run.write(folder)}")
-        raise
-    with shielded():
-        return run.write(folder)
 
 
 def _line(row: CaseRow) -> str:
@@ -320,13 +298,6 @@ def submit(
         listed = "".join(f"  {name}\n" for name in names)
         terminal.out(f"{output} holds\n{listed}Attach it to an issue of the project, titled with your GPU.\n")
     return 0
-
-
-def _listed(option: str, text: str) -> list[str]:
-    words = [word.strip() for word in text.split(",") if word.strip()]
-    if not words or len(set(words)) < len(words):
-        raise UsageError(f"{option} is {text!r}: give one or more values separated by commas, each once")
-    return words
 
 
 def _seconds(text: str) -> float:
