@@ -18,6 +18,7 @@ import stapes
 from stapes.cli import bench, kernels, models
 from stapes.cli.arguments import normalise
 from stapes.cli.compare import compare
+from stapes.cli.doctor import doctor
 from stapes.cli.evaluate import evaluate
 from stapes.cli.interrupts import interruptible
 from stapes.cli.monitor import monitor
@@ -41,6 +42,7 @@ app.command(compare, usage="Usage: stapes compare [OPTIONS] RESULT…")
 app.command(bench.app)
 app.command(kernels.app)
 app.command(monitor)
+app.command(doctor)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
