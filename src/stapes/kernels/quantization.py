@@ -48,6 +48,11 @@ class Quantized(NamedTuple):
         """Inputs that share a scale."""
         return self.values.shape[1] if self.bits == 8 else 2 * self.values.shape[2]
 
+    def of(self, outputs: slice) -> Quantized:
+        """Some of the outputs; shares memory."""
+        values = self.values[outputs] if self.bits == 8 else self.values[:, outputs]
+        return Quantized(values, self.scales[..., outputs])
+
     @property
     def outputs(self) -> int:
         return self.scales.shape[-1]
@@ -62,7 +67,7 @@ def quantize_int8(weight: Tensor) -> Quantized:
     outputs, inputs = weight.shape
     values = torch.empty(outputs, inputs, dtype=torch.int8, device=weight.device)
     scales = torch.empty(outputs, dtype=torch.float16, device=weight.device)
-    for rows in _slices(weight):
+    for rows in slices(outputs, inputs, _SLICE):
         part = weight[rows].float()
         scale = _usable(part.abs().amax(dim=1) / 127)
         values[rows] = (part / scale.float()[:, None]).round_().clamp_(-127, 127)
@@ -77,7 +82,7 @@ def quantize_int4(weight: Tensor, group: int = 32) -> Quantized:
         raise ValueError(f"{inputs} inputs cannot be quantised in groups of {group}")
     values = torch.empty(inputs // group, outputs, group // 2, dtype=torch.uint8, device=weight.device)
     scales = torch.empty(inputs // group, outputs, dtype=torch.float16, device=weight.device)
-    for rows in _slices(weight):
+    for rows in slices(outputs, inputs, _SLICE):
         part = weight[rows].float().unflatten(1, (-1, group))  # (rows, groups, inputs of a group)
         scale = _search(part)
         levels = _levels(part, scale.float()).add_(8).to(torch.uint8)
@@ -103,9 +108,9 @@ def concat(parts: list[Quantized]) -> Quantized:
     )
 
 
-def _slices(weight: Tensor) -> list[slice]:
-    outputs, inputs = weight.shape
-    rows = max(1, _SLICE // inputs)
+def slices(outputs: int, inputs: int, most: int) -> list[slice]:
+    """Outputs in runs of at most ``most`` weights."""
+    rows = max(1, most // inputs)
     return [slice(first, first + rows) for first in range(0, outputs, rows)]
 
 

@@ -1,0 +1,462 @@
+"""Linear layers on weights of 8 or 4 bits: y = gelu(x W' + b) + r, added up in fp32 and rounded once.
+
+Few rows (decoding) are a matter of reading the weights: a tile of them is widened in registers and multiplied, exactly,
+for integers this small are exact in fp16 and bf16; scales come in afterwards, in fp32. Many rows (the encoder) are a
+matter of multiplying: the matrix is widened once into scratch memory for PyTorch's BLAS. ``python -m
+stapes.benchmarks.quantized_linear`` measures both ways and every tile.
+
+A row's result is the same whatever the other rows hold, and from run to run: sums over parts of the inputs, where a
+matrix is too small to keep a GPU busy otherwise, are kept apart and added in order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from stapes.devices.backend import architecture_of, gpu_backend
+from stapes.kernels.jit import can_launch, is_interpreted, kernel, launch_or
+from stapes.kernels.quantization import GROUPS, Quantized, dequantize, slices
+from stapes.kernels.targets import TARGETS, CompileCase, Target, nearest_target
+
+if TYPE_CHECKING:
+    import triton.language as tl
+
+Method = Literal["auto", "tile", "scratch"]
+
+_MOST_TILE_ROWS = 256
+"""Above this many rows the BLAS on widened weights is faster."""
+
+_SCRATCH = 1 << 23
+"""Weights that are widened at once: scratch memory is 16 MB in half precision, whatever the matrix."""
+
+
+@kernel
+def _finish(total, bias_ptr, residual_ptr, column, row, rows, outputs, stride_residual, GELU: tl.constexpr):
+    """Bias, GELU and residual of sums (columns, rows), in fp32."""
+    if bias_ptr is not None:
+        total += tl.load(bias_ptr + column, mask=column < outputs, other=0.0).to(tl.float32)[:, None]
+    if GELU:
+        total = 0.5 * total * (1.0 + tl.erf(total * 0.7071067811865476))
+    if residual_ptr is not None:
+        inside = (column[:, None] < outputs) & (row[None, :] < rows)
+        at = row[None, :].to(tl.int64) * stride_residual + column[:, None]
+        total += tl.load(residual_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    return total
+
+
+@kernel
+def _linear_int8(
+    x_ptr, values_ptr, scales_ptr, bias_ptr, residual_ptr, out_ptr, rows, outputs, inputs, stride_x, stride_residual,
+    GELU: tl.constexpr, WIDEN: tl.constexpr, SPLITS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """A tile of BLOCK_N outputs by BLOCK_M rows: the weights are the left factor, for they are the many."""
+    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    split = tl.program_id(2)
+    part = tl.cdiv(tl.cdiv(inputs, BLOCK_K), SPLITS) * BLOCK_K
+    x_row_ptr = x_ptr + row[None, :].to(tl.int64) * stride_x
+    total = tl.zeros((BLOCK_N, BLOCK_K if BLOCK_M == 1 else BLOCK_M), tl.float32)
+    for first in range(split * part, tl.minimum((split + 1) * part, inputs), BLOCK_K):
+        k = first + tl.arange(0, BLOCK_K)
+        inside = (column[:, None] < outputs) & (k[None, :] < inputs)
+        weight = tl.load(values_ptr + column[:, None] * inputs + k[None, :], mask=inside, other=0)
+        if BLOCK_M == 1:
+            x = tl.load(x_ptr + k, mask=k < inputs, other=0.0)
+            total += weight.to(tl.float32) * x.to(tl.float32)[None, :]
+        else:
+            x = tl.load(x_row_ptr + k[:, None], mask=(k[:, None] < inputs) & (row[None, :] < rows), other=0.0)
+            if WIDEN:
+                x = x.to(tl.float32)
+            total = tl.dot(weight.to(x.dtype), x, total, input_precision="ieee")
+    if BLOCK_M == 1:
+        total = tl.sum(total, axis=1)[:, None]
+    total *= tl.load(scales_ptr + column, mask=column < outputs, other=0.0).to(tl.float32)[:, None]
+    if SPLITS == 1:
+        total = _finish(total, bias_ptr, residual_ptr, column, row, rows, outputs, stride_residual, GELU)
+    inside = (column[:, None] < outputs) & (row[None, :] < rows)
+    at = (split * rows + row[None, :]).to(tl.int64) * outputs + column[:, None]
+    tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@kernel
+def _linear_int4(
+    x_ptr, values_ptr, scales_ptr, bias_ptr, residual_ptr, out_ptr, rows, outputs, inputs, stride_x, stride_residual,
+    GELU: tl.constexpr, WIDEN: tl.constexpr, SPLITS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STEP: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """As `_linear_int8`, STEP groups of inputs at a time."""
+    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    split = tl.program_id(2)
+    groups = inputs // GROUP
+    part = tl.cdiv(tl.cdiv(groups, STEP), SPLITS) * STEP
+    end = tl.minimum((split + 1) * part, groups)
+    byte = tl.arange(0, GROUP // 2)
+    x_row_ptr = x_ptr + row[None, :].to(tl.int64) * stride_x
+    if BLOCK_M == 1:
+        total = tl.zeros((STEP, BLOCK_N, GROUP // 2), tl.float32)
+    else:
+        total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    for first in range(split * part, end, STEP):
+        if BLOCK_M == 1:
+            group = first + tl.arange(0, STEP)
+            inside = (group[:, None] < end) & (column[None, :] < outputs)
+            place = group[:, None] * outputs + column[None, :]
+            packed = tl.load(
+                values_ptr + place[:, :, None] * (GROUP // 2) + byte[None, None, :], mask=inside[:, :, None], other=0
+            )
+            scale = tl.load(scales_ptr + place, mask=inside, other=0.0).to(tl.float32)
+            x_at = x_ptr + group[:, None] * GROUP + byte[None, :]
+            low = tl.load(x_at, mask=group[:, None] < end, other=0.0).to(tl.float32)
+            high = tl.load(x_at + GROUP // 2, mask=group[:, None] < end, other=0.0).to(tl.float32)
+            product = ((packed & 15).to(tl.float32) - 8.0) * low[:, None, :]
+            product += ((packed >> 4).to(tl.float32) - 8.0) * high[:, None, :]
+            total += product * scale[:, :, None]
+        else:
+            for ahead in tl.static_range(STEP):
+                group = first + ahead
+                place = group * outputs + column
+                inside = (column < outputs) & (group < end)
+                packed = tl.load(
+                    values_ptr + place[:, None] * (GROUP // 2) + byte[None, :], mask=inside[:, None], other=0
+                )
+                scale = tl.load(scales_ptr + place, mask=inside, other=0.0).to(tl.float32)
+                x_at = x_row_ptr + group * GROUP + byte[:, None]
+                x_inside = (row[None, :] < rows) & (group < end)
+                low = tl.load(x_at, mask=x_inside, other=0.0)
+                high = tl.load(x_at + GROUP // 2, mask=x_inside, other=0.0)
+                if WIDEN:
+                    low, high = low.to(tl.float32), high.to(tl.float32)
+                product = tl.dot((packed & 15).to(low.dtype) - 8.0, low, input_precision="ieee")
+                product = tl.dot((packed >> 4).to(high.dtype) - 8.0, high, product, input_precision="ieee")
+                total += product * scale[:, None]
+    if BLOCK_M == 1:
+        total = tl.sum(tl.sum(total, axis=2), axis=0)[:, None]
+    if SPLITS == 1:
+        total = _finish(total, bias_ptr, residual_ptr, column, row, rows, outputs, stride_residual, GELU)
+    inside = (column[:, None] < outputs) & (row[None, :] < rows)
+    at = (split * rows + row[None, :]).to(tl.int64) * outputs + column[:, None]
+    tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@kernel
+def _add_splits(
+    parts_ptr, bias_ptr, residual_ptr, out_ptr, rows, outputs, stride_residual,
+    GELU: tl.constexpr, SPLITS: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Add the sums (splits, rows, outputs) over parts of the inputs, the first part first."""
+    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    row = tl.program_id(1) + tl.arange(0, 1)
+    total = tl.zeros((BLOCK_N, 1), tl.float32)
+    for split in tl.static_range(SPLITS):
+        at = (split * rows + row[None, :]) * outputs + column[:, None]
+        total += tl.load(parts_ptr + at, mask=column[:, None] < outputs, other=0.0)
+    total = _finish(total, bias_ptr, residual_ptr, column, row, rows, outputs, stride_residual, GELU)
+    at = row[None, :].to(tl.int64) * outputs + column[:, None]
+    tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=column[:, None] < outputs)
+
+
+@kernel
+def _dequantize_int8(
+    values_ptr, scales_ptr, out_ptr, outputs, inputs, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
+):  # fmt: skip
+    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
+    inside = (column[:, None] < outputs) & (k[None, :] < inputs)
+    at = column[:, None] * inputs + k[None, :]
+    scale = tl.load(scales_ptr + column, mask=column < outputs, other=0.0).to(tl.float32)
+    weight = tl.load(values_ptr + at, mask=inside, other=0).to(tl.float32) * scale[:, None]
+    tl.store(out_ptr + at, weight.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@kernel
+def _dequantize_int4(
+    values_ptr, scales_ptr, out_ptr, outputs, all_outputs, inputs, GROUP: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """``outputs`` of the ``all_outputs`` of a matrix: in this format its rows are no run of memory."""
+    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    group = tl.program_id(1)
+    byte = tl.arange(0, GROUP // 2)
+    inside = column < outputs
+    place = group * all_outputs + column
+    packed = tl.load(values_ptr + place[:, None] * (GROUP // 2) + byte[None, :], mask=inside[:, None], other=0)
+    scale = tl.load(scales_ptr + place, mask=inside, other=0.0).to(tl.float32)[:, None]
+    out_at = out_ptr + column[:, None] * inputs + group * GROUP + byte[None, :]
+    low, high = ((packed & 15).to(tl.float32) - 8.0) * scale, ((packed >> 4).to(tl.float32) - 8.0) * scale
+    tl.store(out_at, low.to(out_ptr.dtype.element_ty), mask=inside[:, None])
+    tl.store(out_at + GROUP // 2, high.to(out_ptr.dtype.element_ty), mask=inside[:, None])
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How a kernel cuts the work: rows, outputs and inputs of a tile, warps, stages, and parts of the inputs."""
+
+    rows: int
+    outputs: int
+    inputs: int
+    warps: int = 4
+    stages: int = 4
+    splits: int = 1
+
+
+class Shape(NamedTuple):
+    """Of a quantised matrix."""
+
+    bits: int
+    group: int
+    outputs: int
+    inputs: int
+
+
+def tile_for(weight: Shape, dtype: str, rows: int, target: Target, cores: int) -> Tile:
+    """The tile for ``rows`` in a dtype ("fp16") on a GPU with so many cores (multiprocessors, compute units).
+
+    It depends on the rows only by their bucket: 1, 16, 32, 64 or more.
+    """
+    bits, group, outputs, inputs = weight
+    small = target.family in ("rdna2", "rdna3", "rdna4")
+    bucket = 1 if rows == 1 else min(64, max(16, 1 << (rows - 1).bit_length()))
+    if bucket == 1:
+        # One row is no matrix product. As many outputs as keep every core busy, without parts of the inputs.
+        wide = outputs >= 32 * cores
+        return Tile(1, 16 if wide else 8, 256 if bits == 8 else max(128, 2 * group), 4, 2)
+    if dtype not in target.matrix:  # registers hold sums and factors alike, and idle rows are computed for nothing
+        tile = Tile(min(bucket, 32), 32, 32 if bits == 8 else group, 4, 2)
+    elif bits == 8:
+        # What lies in shared memory stays below the 64 KB of an older GPU.
+        outputs_of, inputs_of = (64, 64) if bucket == 64 else (32, 64 if small else 128)
+        tile = Tile(bucket, outputs_of, inputs_of, 4, 2 if target.is_amd else 4)
+    else:
+        tile = Tile(bucket, 64, group if small else max(64, group), 4, 2 if target.is_amd else 4)
+    # Parts of the inputs where the tiles alone are too few, each of a few steps at least.
+    tiles, steps = -(-outputs // tile.outputs) * -(-rows // tile.rows), -(-inputs // tile.inputs)
+    splits = 1
+    while splits < 8 and 2 * splits * tiles <= 2 * cores and 4 * splits <= steps:
+        splits *= 2
+    return Tile(tile.rows, tile.outputs, tile.inputs, tile.warps, tile.stages, splits)
+
+
+_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
+
+
+@cache
+def _gpu(index: int) -> tuple[Target, int]:
+    """Whose tiles suit a GPU, and how many cores it has; one that is not known gets the smallest tiles."""
+    properties = torch.cuda.get_device_properties(index)
+    target = nearest_target(architecture_of(properties, gpu_backend() or "cuda"))
+    return target or TARGETS["gfx1030"], properties.multi_processor_count
+
+
+def quantized_linear_reference(
+    x: Tensor, weight: Quantized, bias: Tensor | None = None, *, gelu: bool = False, residual: Tensor | None = None
+) -> Tensor:
+    """What `quantized_linear` computes, in fp32 throughout."""
+    out = F.linear(x.float(), dequantize(weight), None if bias is None else bias.float())
+    out = F.gelu(out) if gelu else out
+    return (out if residual is None else out + residual.float()).to(x.dtype)
+
+
+def quantized_linear(
+    x: Tensor,
+    weight: Quantized,
+    bias: Tensor | None = None,
+    *,
+    gelu: bool = False,
+    residual: Tensor | None = None,
+    method: Method = "auto",
+    tile: Tile | None = None,
+) -> Tensor:
+    """A linear layer, and what comes behind it.
+
+    x: (…, inputs), fp16, bf16 or fp32. bias: (outputs). gelu: whether GELU follows. residual: (…, outputs), added last.
+    method: tile (kernels that widen weights as they go), scratch (widened weights and PyTorch's product), or the faster
+    one. tile: in place of the one that is chosen, to measure it. Returns (…, outputs) in x's dtype.
+    """
+    flat = x.reshape(-1, x.shape[-1])
+    rows = flat.shape[0]
+    over = None if residual is None else residual.reshape(rows, -1)
+    if can_launch(x.device) and rows and (method == "tile" or (method == "auto" and rows <= _MOST_TILE_ROWS)):
+        out = launch_or(
+            f"quantized_linear in {weight.bits} bits",
+            x.device,
+            lambda: _launch(_unit_stride(flat), weight, bias, gelu, over, tile),
+            lambda: _by_scratch(flat, weight, bias, gelu, over),
+        )
+    else:
+        out = _by_scratch(flat, weight, bias, gelu, over)
+    return out.unflatten(0, x.shape[:-1]) if x.dim() != 2 else out
+
+
+def _by_scratch(x: Tensor, weight: Quantized, bias: Tensor | None, gelu: bool, residual: Tensor | None) -> Tensor:
+    """Widen the weights, a slice of the outputs at a time, for PyTorch's own product.
+
+    The scratch memory is the allocator's: layer after layer gets the same block, on each stream its own.
+    """
+    parts = []
+    for chosen in slices(weight.outputs, weight.inputs, _SCRATCH):
+        dense = widen(weight.of(chosen), x.dtype)
+        parts.append(F.linear(x, dense, None if bias is None else bias[chosen]))
+    out = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+    out = F.gelu(out) if gelu else out
+    return out if residual is None else out.add_(residual)
+
+
+def widen(weight: Quantized, dtype: torch.dtype) -> Tensor:
+    """`dequantize` by a kernel where there is one."""
+    device = weight.values.device
+    return launch_or(
+        f"dequantize {weight.bits} bits",
+        device,
+        lambda: _launch_dequantize(weight, dtype),
+        lambda: dequantize(weight, dtype),
+    )
+
+
+def _unit_stride(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _launch(
+    x: Tensor, weight: Quantized, bias: Tensor | None, gelu: bool, residual: Tensor | None, tile: Tile | None
+) -> Tensor:
+    rows, (outputs, inputs) = x.shape[0], (weight.outputs, weight.inputs)
+    if tile is None:
+        target, cores = _gpu(x.device.index or 0) if x.device.type == "cuda" else (TARGETS["sm_90"], 4)
+        shape = Shape(weight.bits, weight.group, outputs, inputs)
+        tile = tile_for(shape, _NAMES[x.dtype], rows, target, cores)
+    out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
+    residual = residual if residual is None else _unit_stride(residual)
+    stride_residual = outputs if residual is None else residual.stride(0)
+    splits = tile.splits
+    parts = out if splits == 1 else torch.empty(splits, rows, outputs, dtype=torch.float32, device=x.device)
+    grid = (-(-outputs // tile.outputs), -(-rows // tile.rows), splits)
+    constants = _constants(weight.bits, weight.group, tile, gelu, is_interpreted() and x.dtype == torch.bfloat16)
+    (_linear_int8 if weight.bits == 8 else _linear_int4)[grid](
+        x,
+        weight.values,
+        weight.scales,
+        bias,
+        residual,
+        parts,
+        rows,
+        outputs,
+        inputs,
+        x.stride(0),
+        stride_residual,
+        **constants,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+    if splits > 1:
+        _add_splits[(-(-outputs // 256), rows)](
+            parts, bias, residual, out, rows, outputs, stride_residual, GELU=gelu, SPLITS=splits, BLOCK_N=256
+        )
+    return out
+
+
+def _constants(bits: int, group: int, tile: Tile, gelu: bool, widen: bool) -> dict[str, Any]:
+    common = {"GELU": gelu, "WIDEN": widen, "SPLITS": tile.splits, "BLOCK_M": tile.rows, "BLOCK_N": tile.outputs}
+    return common | ({"BLOCK_K": tile.inputs} if bits == 8 else {"STEP": tile.inputs // group, "GROUP": group})
+
+
+def _launch_dequantize(weight: Quantized, dtype: torch.dtype) -> Tensor:
+    outputs, inputs = weight.outputs, weight.inputs
+    out = torch.empty(outputs, inputs, dtype=dtype, device=weight.values.device)
+    if weight.bits == 8:
+        grid = (-(-outputs // 8), -(-inputs // 512))
+        _dequantize_int8[grid](weight.values, weight.scales, out, outputs, inputs, BLOCK_N=8, BLOCK_K=512)
+    else:
+        group, all_outputs = weight.group, weight.scales.stride(0)
+        grid = (-(-outputs // 64), inputs // group)
+        _dequantize_int4[grid](weight.values, weight.scales, out, outputs, all_outputs, inputs, GROUP=group, BLOCK_N=64)
+    return out
+
+
+def compile_cases(target: Target) -> list[CompileCase]:
+    """Every tile that `tile_for` can choose, in every dtype, and the widening kernels."""
+    cases = []
+    for dtype in _NAMES.values():
+        pointer = f"*{dtype}"
+        skip = "no bf16 arithmetic" if dtype == "bf16" and target.family == "rdna2" else None
+        groups = GROUPS if dtype == "fp16" else GROUPS[:1]  # the wider one is there to be measured
+        for bits, group in ((8, 0), *((4, group) for group in groups)):
+            kind = "int8" if bits == 8 else f"int4 by {group}"
+            # What the matrix is for: a projection, in parts and whole, and the vocabulary.
+            chosen = {
+                tile_for(Shape(bits, group, outputs, 1280), dtype, rows, target, 132)
+                for rows in (1, 16, 32, 64)
+                for outputs in (1280, 51_865)
+            }
+            for tile in sorted(chosen, key=str):
+                name = f"quantized_linear {kind} {tile.rows}×{tile.outputs}×{tile.inputs}/{tile.splits}"
+                cases.append(
+                    CompileCase(
+                        name,
+                        dtype,
+                        _linear_int8 if bits == 8 else _linear_int4,
+                        {
+                            "x_ptr": pointer,
+                            "values_ptr": "*i8" if bits == 8 else "*u8",
+                            "scales_ptr": "*fp16",
+                            "bias_ptr": pointer,
+                            "residual_ptr": pointer,
+                            "out_ptr": pointer if tile.splits == 1 else "*fp32",
+                            **dict.fromkeys(("rows", "outputs", "inputs", "stride_x", "stride_residual"), "i32"),
+                        },
+                        _constants(bits, group, tile, True, False),
+                        dot=dtype if tile.rows > 1 else None,
+                        warps=tile.warps,
+                        stages=tile.stages,
+                        aligned=(*_POINTERS, "inputs", "stride_x", "stride_residual"),
+                        skip=skip,
+                    )
+                )
+        shared = {"out_ptr": pointer, "outputs": "i32", "inputs": "i32"}
+        cases.append(
+            CompileCase(
+                "dequantize int8",
+                dtype,
+                _dequantize_int8,
+                {"values_ptr": "*i8", "scales_ptr": "*fp16", **shared},
+                {"BLOCK_N": 8, "BLOCK_K": 512},
+                aligned=("values_ptr", "scales_ptr", "out_ptr", "inputs"),
+                skip=skip,
+            )
+        )
+        cases += [
+            CompileCase(
+                f"dequantize int4 by {group}",
+                dtype,
+                _dequantize_int4,
+                {"values_ptr": "*u8", "scales_ptr": "*fp16", "all_outputs": "i32", **shared},
+                {"GROUP": group, "BLOCK_N": 64},
+                aligned=("values_ptr", "scales_ptr", "out_ptr", "inputs"),
+                skip=skip,
+            )
+            for group in groups
+        ]
+        cases.append(
+            CompileCase(
+                "add splits",
+                dtype,
+                _add_splits,
+                {
+                    **dict.fromkeys(("bias_ptr", "residual_ptr", "out_ptr"), pointer),
+                    "parts_ptr": "*fp32",
+                    **dict.fromkeys(("rows", "outputs", "stride_residual"), "i32"),
+                },
+                {"GELU": True, "SPLITS": 8, "BLOCK_N": 256},
+                skip=skip,
+            )
+        )
+    return cases
+
+
+_POINTERS = ("x_ptr", "values_ptr", "scales_ptr", "bias_ptr", "residual_ptr", "out_ptr")
