@@ -4,6 +4,7 @@
 - ``--suppress_words -1,50``: a value may begin with ``-`` unless it looks like an option.
 - ``--initial_prompt None``: ``None`` is no value, for every option that has none by default.
 - ``-`` is an input, and inputs and options come in any order; after ``--`` everything is an input.
+- Where the input is itself a command line (``stapes profile COMMAND…``), all that follows its first word is its own.
 """
 
 from __future__ import annotations
@@ -24,9 +25,11 @@ def normalise(app: App, words: Sequence[str]) -> list[str]:
     command, apps, _ = app.parse_commands(words)
     if not command or apps[-1].default_command is None or command[-1].startswith("-"):
         return list(words)
+    arguments = list(apps[-1].assemble_argument_collection())
+    takes_a_command = any(argument.parameter.allow_leading_hyphen for argument in arguments)
     known: dict[str, Argument] = {
         name.replace("_", "-"): argument
-        for argument in apps[-1].assemble_argument_collection()
+        for argument in arguments
         for name in argument.names
         if name.startswith("-")
     }
@@ -40,6 +43,9 @@ def normalise(app: App, words: Sequence[str]) -> list[str]:
             break
         if word == "-" or not word.startswith("-"):
             inputs.append(word)
+            if takes_a_command:
+                inputs += rest
+                break
             continue
         name, equals, value = word.partition("=")
         # Only an option's name takes either sign; short options are left as they are.

@@ -22,6 +22,7 @@ from stapes.cli.doctor import doctor
 from stapes.cli.evaluate import evaluate
 from stapes.cli.interrupts import interruptible
 from stapes.cli.monitor import monitor
+from stapes.cli.profile import profile_command
 from stapes.cli.terminal import display, prepare_streams, to_json
 from stapes.cli.transcribe import transcribe
 from stapes.errors import StapesError
@@ -42,6 +43,9 @@ app.command(compare, usage="Usage: stapes compare [OPTIONS] RESULT…")
 app.command(bench.app)
 app.command(kernels.app)
 app.command(monitor)
+app.command(
+    profile_command(lambda words: _run(list(words))), name="profile", usage="Usage: stapes profile [OPTIONS] COMMAND…"
+)
 app.command(doctor)
 
 

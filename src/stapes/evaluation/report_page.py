@@ -59,12 +59,12 @@ class Section:
 
 def write_html(comparison: Comparison, path: Path) -> None:
     """Write the report as HTML: whole or not at all. Raises OutputError."""
-    _write(path, render_html(comparison))
+    write_whole(path, render_html(comparison))
 
 
 def write_markdown(comparison: Comparison, path: Path) -> None:
     """Write the report as Markdown: whole or not at all. Raises OutputError."""
-    _write(path, render_markdown(comparison))
+    write_whole(path, render_markdown(comparison))
 
 
 def render_html(comparison: Comparison) -> str:
@@ -262,7 +262,8 @@ def _base64(text: str) -> str:
     return base64.b64encode(text.encode()).decode("ascii")
 
 
-def _write(path: Path, text: str) -> None:
+def write_whole(path: Path, text: str) -> None:
+    """Write a page whole or not at all. Raises OutputError."""
     partial = path.parent / f".stapes-{secrets.token_hex(6)}.part"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
