@@ -36,7 +36,7 @@ def architecture_name(version: int) -> str:
 def read_gpus(nodes: Path = NODES) -> list[KfdGpu]:
     """All GPUs of the kernel's list, in its order; [] where the driver is not loaded. Unreadable nodes are left out."""
     found = []
-    folders = [path for path in nodes.iterdir() if path.name.isdigit()] if nodes.is_dir() else []
+    folders = [path for path in nodes.iterdir() if path.name.isdecimal()] if nodes.is_dir() else []
     for folder in sorted(folders, key=lambda path: int(path.name)):
         properties = _numbers(folder / "properties")
         version = properties.get("gfx_target_version", 0)
@@ -73,4 +73,4 @@ def _numbers(path: Path) -> dict[str, int]:
     except OSError:
         return {}
     pairs = (line.split() for line in lines)
-    return {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2 and pair[1].isdigit()}
+    return {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2 and pair[1].isdecimal()}

@@ -46,7 +46,9 @@ def run_child(arguments: list[str], timeout: float) -> ChildResult:
             stdout=out,
             stderr=err,
             start_new_session=True,
-            env=os.environ | {"PYTHONFAULTHANDLER": "0", "PYTHONIOENCODING": "utf-8"},
+            # Python's own trace of a crash would hide what the library said last.
+            env={name: value for name, value in os.environ.items() if name != "PYTHONFAULTHANDLER"}
+            | {"PYTHONIOENCODING": "utf-8"},
         )
         _running.add(process)
         try:

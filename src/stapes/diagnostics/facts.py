@@ -25,13 +25,18 @@ class PciGpu:
 
 @dataclass(frozen=True)
 class DeviceNode:
-    """A device file that a GPU is used through. ``usable``: this process may read and write it."""
+    """A device file that a GPU is used through. ``usable``: this process can open it to read and write.
+
+    ``refusal``: the system's error where it cannot; ``EPERM`` is a container's device rules, ``EACCES`` the file's
+    own rights.
+    """
 
     path: str
     usable: bool
     group_id: int
     group: str | None
     mode: str
+    refusal: str | None = None
 
 
 @dataclass(frozen=True)
@@ -182,15 +187,20 @@ class Facts:
     """Probe → why it told nothing."""
 
     @property
+    def own_pci(self) -> tuple[PciGpu, ...]:
+        """GPUs on the bus that are not handed to virtual machines."""
+        return tuple(gpu for gpu in self.pci if gpu.driver != "vfio-pci")
+
+    @property
     def has_amd(self) -> bool:
         """Whether an AMD GPU is in the machine, usable or not."""
-        seen = bool(self.kfd) or any(gpu.vendor == "amd" for gpu in self.pci)
+        seen = bool(self.kfd) or any(gpu.vendor == "amd" for gpu in self.own_pci)
         return seen or any(device.backend == "rocm" for device in self.devices)
 
     @property
     def has_nvidia(self) -> bool:
         """Whether an NVIDIA GPU is in the machine, usable or not."""
-        seen = any(gpu.vendor == "nvidia" for gpu in self.pci) or self.system.nvidia_version is not None
+        seen = any(gpu.vendor == "nvidia" for gpu in self.own_pci) or self.system.nvidia_version is not None
         seen = seen or any(node.path.startswith("/dev/nvidia") for node in self.nodes)
         return seen or any(device.backend == "cuda" for device in self.devices)
 

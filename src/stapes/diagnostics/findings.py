@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from stapes.diagnostics.facts import WEAK_GRAPHICS, Facts, numbers
+from stapes.diagnostics.facts import WEAK_GRAPHICS, DeviceNode, Facts, numbers
 
 Level = Literal["ok", "note", "warning", "problem"]
 LEVELS: tuple[Level, ...] = ("problem", "warning", "note", "ok")
@@ -48,7 +48,9 @@ def machine_findings(facts: Facts) -> Iterator[Finding]:
     if not facts.has_amd and not facts.has_nvidia:
         if system.is_wsl and facts.node("/dev/dxg"):
             yield from _wsl(facts)
-        elif facts.pci or not facts.failures.get("pci"):
+        elif len(facts.own_pci) < len(facts.pci):
+            yield Finding("note", "GPU", "all GPUs are given to virtual machines (vfio-pci): the CPU is what is left")
+        else:
             yield Finding("note", "GPU", "no AMD or NVIDIA GPU on the PCI bus: everything runs on the CPU")
     for probe, reason in facts.failures.items():
         yield Finding("note", probe, f"could not be looked at: {reason}")
@@ -131,30 +133,30 @@ def _amd(facts: Facts) -> Iterator[Finding]:
 def _amd_driver_missing(facts: Facts) -> Iterator[Finding]:
     system = facts.system
     what = "an AMD GPU is on the PCI bus, but /dev/kfd is not there"
-    if all(gpu.driver == "vfio-pci" for gpu in facts.pci if gpu.vendor == "amd"):
-        yield Finding("note", "AMD GPU", "is given to virtual machines (vfio-pci), not to this system")
-        return
+    # It may be the graphics of the processor, which nobody means to compute on.
+    is_wanted = facts.torch is not None and facts.torch.hip is not None
+    level: Level = "problem" if is_wanted else "note" if facts.has_nvidia else "warning"
     if "nomodeset" in system.kernel_command_line:
         what += ": the kernel was started with nomodeset, which keeps amdgpu from loading"
-        yield Finding("problem", "AMD driver", what, "take nomodeset out of the boot options and reboot")
+        yield Finding(level, "AMD driver", what, "take nomodeset out of the boot options and reboot")
     elif system.container:
         what += f" in this {system.container} container"
         yield Finding(
-            "problem",
+            level,
             "AMD GPU",
             what,
             "start it with --device /dev/kfd --device /dev/dri (Kubernetes: AMD's device plugin, amd.com/gpu: 1)",
         )
     elif not system.amdgpu_loaded:
         yield Finding(
-            "problem",
+            level,
             "AMD driver",
             f"{what}: the amdgpu driver is not loaded",
             "sudo modprobe amdgpu; if that fails, install a newer kernel or AMD's amdgpu-dkms, and see dmesg",
         )
     else:
         yield Finding(
-            "problem",
+            level,
             "AMD driver",
             f"{what}: amdgpu is loaded without its compute part (GPU too old, or no PCIe atomics)",
             "see `dmesg | grep kfd`; use another PCIe slot or a newer kernel",
@@ -179,18 +181,30 @@ def _amd_rights(facts: Facts) -> Iterator[Finding]:
             "there is /dev/kfd and no /dev/dri/renderD…: ROCm needs both",
             "start the container with --device /dev/dri too" if system.container else "see `dmesg | grep amdgpu`",
         )
-    for node in closed:
-        named = f"group {node.group}" if node.group else "a group without a name here"
-        what = f"may not be opened: it belongs to {named} ({node.group_id}), mode {node.mode}, and we are not in it"
-        if system.container:
-            groups = sorted({other.group_id for other in closed})
-            fix = "start the container with " + " ".join(f"--group-add {group}" for group in groups)
-            fix += " (the host's numbers; names mean other groups in here)"
-        else:
-            fix = GROUPS_FIX
-        yield Finding("problem", node.path, what, fix)
+    for group in dict.fromkeys((node.group_id, node.refusal) for node in closed):
+        yield _closed([node for node in closed if (node.group_id, node.refusal) == group], facts)
     if facts.kfd and not closed and facts.node("/dev/kfd"):
         yield Finding("ok", "/dev/kfd", "it and /dev/dri may be opened")
+
+
+def _closed(closed: list[DeviceNode], facts: Facts) -> Finding:
+    """Device files that cannot be opened, all for the same reason."""
+    first, *others = closed
+    what = (f"and {', '.join(node.path for node in others)} " if others else "") + "may not be opened: "
+    container = facts.system.container
+    if first.refusal == "EPERM" and container:
+        what += "they are there, and the container's device rules forbid them"
+        return Finding(
+            "problem", first.path, what, "start the container with --device /dev/kfd --device /dev/dri, not with -v"
+        )
+    if first.refusal not in (None, "EACCES", "EPERM"):
+        return Finding("problem", first.path, f"{what}{first.refusal}", "see `dmesg | grep -e amdgpu -e kfd`; reboot")
+    named = f"group {first.group}" if first.group else "a group without a name here"
+    what += f"it belongs to {named} ({first.group_id}), mode {first.mode}, and we are not in it"
+    fix = GROUPS_FIX
+    if container:
+        fix = f"start the container with --group-add {first.group_id} (the host's number: names mean others in here)"
+    return Finding("problem", first.path, what, fix)
 
 
 def _mixed_graphics(facts: Facts) -> Iterator[Finding]:

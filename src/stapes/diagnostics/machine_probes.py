@@ -5,6 +5,7 @@ Each probe reads below ``root``, so that tests can give it a made machine, and t
 
 from __future__ import annotations
 
+import errno
 import grp
 import os
 import platform
@@ -116,8 +117,8 @@ def probe_nodes(root: Path = ROOT) -> tuple[DeviceNode, ...]:
         except KeyError:  # a number of the host's that has no name here
             group = None
         name = "/" + str(path.relative_to(root))
-        usable = os.access(path, os.R_OK | os.W_OK)
-        found.append(DeviceNode(name, usable, status.st_gid, group, oct(status.st_mode & 0o777)[2:]))
+        refusal = _refusal(path)
+        found.append(DeviceNode(name, refusal is None, status.st_gid, group, oct(status.st_mode & 0o777)[2:], refusal))
     return tuple(found)
 
 
@@ -155,6 +156,15 @@ def run_tool(words: list[str]) -> ToolOutput:
         return ToolOutput(True, None, "", str(error))
     out, error = (text.decode(errors="replace").strip()[:20_000] for text in (done.stdout, done.stderr))
     return ToolOutput(True, done.returncode, out, error)
+
+
+def _refusal(path: Path) -> str | None:
+    """Why a device file cannot be opened. Its rights alone do not tell: a container may forbid it to root too."""
+    try:
+        os.close(os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK))
+    except OSError as error:
+        return errno.errorcode.get(error.errno or 0, str(error))
+    return None
 
 
 def _container(environment: Mapping[str, str], root: Path) -> str | None:
@@ -216,7 +226,7 @@ def _without_home(path: Path) -> str:
 
 def _number(path: Path) -> int | None:
     text = _read(path) or ""
-    return int(text) if text.isdigit() else None
+    return int(text) if text.isdecimal() else None
 
 
 def _read(path: Path) -> str | None:

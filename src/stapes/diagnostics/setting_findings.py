@@ -110,7 +110,7 @@ def _hidden_gpus(facts: Facts) -> Iterator[Finding]:
         known = count["amd"] if facts.has_amd else count["nvidia"]
         indices = [item.strip() for item in value.split(",")]
         # The first entry that means nothing ends the list.
-        beyond = indices[0].isdigit() and known > 0 and int(indices[0]) >= known
+        beyond = indices[0].isdecimal() and known > 0 and int(indices[0]) >= known
         if value.strip() in {"", "-1", "none", "None", "NoDevFiles"} or beyond:
             why = f"is {value!r}, and there are {known} GPUs, counted from 0" if beyond else f"is {value!r}"
             yield Finding("problem", name, f"{why}: it hides every GPU", f"unset {name}, or set it to 0")

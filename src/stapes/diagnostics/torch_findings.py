@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from stapes.diagnostics.facts import WEAK_GRAPHICS, Facts, Torch, TorchDevice, numbers
@@ -58,7 +59,7 @@ def _no_gpu(facts: Facts, torch: Torch) -> Iterator[Finding]:
         name = ", ".join(amd) or "an AMD GPU"
         built = "NVIDIA's CUDA" if torch.cuda else "the CPU only"
         yield Finding(
-            "problem",
+            "problem" if amd else "warning",
             "PyTorch",
             f"{torch.version} is built for {built}, and this machine has {name}: it can never use it",
             rocm_wheel(facts.amd_target),
@@ -171,10 +172,13 @@ def _is_covered(architecture: str, built: tuple[str, ...]) -> bool:
     """Whether a build has kernels for an architecture: exactly on AMD; on NVIDIA of the same major version, or PTX."""
     if architecture.startswith("gfx"):
         return any(name.partition(":")[0] == architecture for name in built)
-    number = int(architecture.removeprefix("sm_"))
+    found = re.fullmatch(r"sm_(\d+)", architecture)
+    if found is None:
+        return True
+    number = int(found[1])
     for name in built:
         kind, _, digits = name.partition("_")
-        other = int("".join(character for character in digits if character.isdigit()) or 0)
+        other = int(re.sub(r"\D", "", digits) or 0)
         if (kind == "sm" and other // 10 == number // 10 and other <= number) or (
             kind == "compute" and other <= number
         ):
