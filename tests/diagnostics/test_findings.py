@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from machine_cases import MACHINE_CASES
 from machines import CONTAINER, CPU, GIB, Case, amd, kfd, machine, nodes, nvidia, radeon, strix
 
+from stapes.devices.readings import Reading
 from stapes.diagnostics.doctor import findings
 from stapes.diagnostics.facts import Facts, PciGpu, ToolOutput, Torch
 
@@ -68,6 +69,15 @@ def test_a_healthy_machine_has_nothing_to_mend(facts: Facts) -> None:
 def test_an_mi300x_computes_in_its_own_fp8() -> None:
     (found,) = [finding for finding in findings(amd("gfx942", "AMD Instinct MI300X")) if "fnuz" in finding.what]
     assert found.level == "note"
+
+
+def test_gpus_have_their_product_names_where_anything_tells_them() -> None:
+    card = radeon(readings=(Reading(0, "AMD Radeon RX 7900 XTX", "sysfs", "0000:01:00.0"),))
+    slice_ = nvidia(
+        nvidia_smi=ToolOutput(False), readings=(Reading(0, "NVIDIA H200", "nvml", memory_total_bytes=141 * GIB),)
+    )
+    assert any(finding.what.startswith("AMD Radeon RX 7900 XTX gfx1100, 24 GiB") for finding in findings(card))
+    assert any(finding.what.startswith("NVIDIA H200, 141 GiB, driver 580") for finding in findings(slice_))
 
 
 def test_nothing_known_at_all() -> None:

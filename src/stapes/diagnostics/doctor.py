@@ -108,6 +108,7 @@ def collect() -> Facts:
             ),
             nothing.nvidia_smi,
         ),
+        "readings": (machine_probes.probe_readings, ()),
         "models": (installed_models, ()),
         "rocm_bootstrap": (machine_probes.probe_rocm_bootstrap, None),
     }

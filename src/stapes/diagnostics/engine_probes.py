@@ -113,7 +113,6 @@ def _torch() -> None:
     build = {"is_available": False, "device_count": 0} | build
     emit(build)
     names = ["cpu", *(f"cuda:{index}" for index in range(build["device_count"] if build["is_available"] else 0))]
-    processor: dict[str, float | None] = {}
     for name in names:
         # First what it is, so that a crash while it is tried has a name; then what came out.
         found = TorchDevice(name, "cpu" if name == "cpu" else "rocm" if torch.version.hip else "cuda")
@@ -128,13 +127,13 @@ def _torch() -> None:
                 memory_bytes=device.memory,
             )
             emit(asdict(found))
-            found = _tried(found, device, processor)
+            found = _tried(found, device)
         except Exception as error:
             found = replace(found, failure=_reason(error))
         emit(asdict(found))
 
 
-def _tried(found: TorchDevice, device: Any, processor: dict[str, float | None]) -> TorchDevice:
+def _tried(found: TorchDevice, device: Any) -> TorchDevice:
     import torch
 
     from stapes.devices import rocm
@@ -147,16 +146,13 @@ def _tried(found: TorchDevice, device: Any, processor: dict[str, float | None]) 
     if (square @ square).float().sum().item() != 256:
         raise ArithmeticError("a product of two identity matrices is not the identity: the GPU computes wrongly")
     attention = attention_kernels(device.torch, dtype)
-    parity = rocm.check_parity(device.torch)
-    if not is_gpu:
-        processor |= {result.name: result.seconds for result in parity}
     return replace(
         found,
         free_bytes=free,
         dtypes=usable_dtypes(device),
         attention=attention.chosen,
         attention_refused=attention.refused,
-        parity=tuple(Parity(**asdict(result)) for result in parity),
+        parity=tuple(Parity(**asdict(result)) for result in rocm.check_parity(device.torch)),
         graphs=rocm.graphs_agree(device.torch) if is_gpu else None,
     )
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from stapes.devices.kfd import KfdGpu
+from stapes.devices.readings import Reading
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ class System:
 
 @dataclass(frozen=True)
 class Parity:
-    """One self-test of ``devices.rocm.check_parity``; ``processor_seconds`` is what the CPU took for the same."""
+    """One self-test of ``devices.rocm.check_parity``, with the seconds that a second run took."""
 
     name: str
     passed: bool
@@ -175,6 +176,8 @@ class Facts:
     """/dev/kfd, /dev/dri/renderD*, /dev/dxg, /dev/nvidia* that exist."""
     amd_smi: ToolOutput = field(default_factory=lambda: ToolOutput(False))
     nvidia_smi: ToolOutput = field(default_factory=lambda: ToolOutput(False))
+    readings: tuple[Reading, ...] = ()
+    """What NVML, amd-smi or the driver's files tell; without the programs that use the GPU."""
     rocm_bootstrap: str | None = None
     packages: dict[str, str] = field(default_factory=dict)
     torch: Torch | None = None
@@ -202,6 +205,7 @@ class Facts:
         """Whether an NVIDIA GPU is in the machine, usable or not."""
         seen = any(gpu.vendor == "nvidia" for gpu in self.own_pci) or self.system.nvidia_version is not None
         seen = seen or any(node.path.startswith("/dev/nvidia") for node in self.nodes)
+        seen = seen or any(reading.source == "nvml" for reading in self.readings)
         return seen or any(device.backend == "cuda" for device in self.devices)
 
     @property

@@ -107,7 +107,8 @@ def _amd(facts: Facts) -> Iterator[Finding]:
     for gpu in facts.kfd:
         size = f", {gpu.memory_bytes / _GIB:.0f} GiB" if gpu.memory_bytes else ""
         kind = " (graphics inside the processor)" if gpu.is_apu or gpu.architecture in WEAK_GRAPHICS else ""
-        yield Finding("ok", "AMD GPU", f"{gpu.architecture}{size}{kind}, seen by {driver}")
+        name = next((f"{each.name} " for each in facts.readings if each.name and each.id == gpu.pci), "")
+        yield Finding("ok", "AMD GPU", f"{name}{gpu.architecture}{size}{kind}, seen by {driver}")
     if not facts.kfd and not facts.node("/dev/kfd"):
         yield from _amd_driver_missing(facts)
         return
@@ -267,6 +268,13 @@ def _nvidia(facts: Facts) -> Iterator[Finding]:
     for row in rows:
         name, driver, memory = [cell.strip() for cell in row.split(",")][:3]
         yield Finding("ok", "NVIDIA GPU", f"{name}, {memory}, driver {driver}")
+    if not rows:  # nvidia-smi is not in every container; the library behind it mostly is
+        for reading in facts.readings:
+            if reading.source == "nvml":
+                rows.append(reading.name or "unknown")
+                size = f", {reading.memory_total_bytes / _GIB:.0f} GiB" if reading.memory_total_bytes else ""
+                driver = f", driver {system.nvidia_version}" if system.nvidia_version else ""
+                yield Finding("ok", "NVIDIA GPU", f"{reading.name}{size}{driver}")
     if "Driver/library version mismatch" in told:
         yield Finding(
             "problem",

@@ -13,10 +13,13 @@ import re
 import shutil
 import subprocess
 from collections.abc import Mapping
+from dataclasses import replace
 from importlib.metadata import distributions
 from pathlib import Path
 
 from stapes.devices.kfd import KfdGpu, read_gpus
+from stapes.devices.monitor import Monitor
+from stapes.devices.readings import Reading
 from stapes.diagnostics.facts import DeviceNode, PciGpu, System, ToolOutput
 
 ROOT = Path("/")
@@ -130,6 +133,12 @@ def probe_packages() -> dict[str, str]:
         if _PACKAGE.fullmatch(name):
             found.setdefault(name, distribution.version)
     return dict(sorted(found.items()))
+
+
+def probe_readings() -> tuple[Reading, ...]:
+    """Names and memory of GPUs, from what `stapes monitor` reads; never through PyTorch, which is asked elsewhere."""
+    found = Monitor(fallback={"nothing": list}).gpus()
+    return tuple(replace(reading, processes=None) for reading in found)
 
 
 def probe_rocm_bootstrap() -> str | None:

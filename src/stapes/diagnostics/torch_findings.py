@@ -133,6 +133,7 @@ def _device(facts: Facts, torch: Torch, device: TorchDevice) -> Iterator[Finding
         )
     yield _attention(facts, device)
     yield from _parity(device)
+    yield from _slow_lstm(facts, device)
     if device.graphs is not None:
         agreed, reason = device.graphs
         yield Finding(
@@ -233,3 +234,16 @@ def _parity(device: TorchDevice) -> Iterator[Finding]:
         worst = max(result.error or 0.0 for result in device.parity)
         label = "self-tests" if device.backend == "cpu" else "LSTM and convolutions"
         yield Finding("ok", device.name, f"{label} agree with fp64 to {worst:.0e}")
+
+
+def _slow_lstm(facts: Facts, device: TorchDevice) -> Iterator[Finding]:
+    took = {each.name: result.seconds for each in facts.devices for result in each.parity if result.name == "LSTM"}
+    here, processor = took.get(device.name), took.get("cpu")
+    if here and processor and here > 3 * processor:
+        yield Finding(
+            "note",
+            device.name,
+            f"an LSTM takes {here * 1000:.0f} ms, and {processor * 1000:.0f} on the CPU (legacy-rocm-build #4677); "
+            "stapes' Whisper has none",
+            "run models with LSTMs on the CPU, or with torch.backends.cudnn.enabled = False",
+        )
