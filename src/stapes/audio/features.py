@@ -13,6 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from stapes.kernels.jit import launch_or
+from stapes.kernels.log_mel import Filters, launch_log_mel, log_mel_reference, prepare_filters
+from stapes.kernels.spectrum import launch_frames, spectrum_reference
+
 SAMPLE_RATE = 16_000
 WINDOW_SECONDS = 30
 WINDOW_SAMPLES = WINDOW_SECONDS * SAMPLE_RATE
@@ -55,13 +59,31 @@ def log_mel_spectrogram(pcm: Tensor, bins: int = 80, lengths: Sequence[int] | No
     lengths: samples of sound in each window; what follows them is then not the silence that it is, but 0, the middle
     of the scale, as faster-whisper pads.
     """
-    window = torch.hann_window(FFT_SIZE, device=pcm.device)
-    spectrum = torch.stft(pcm, FFT_SIZE, HOP, window=window, return_complex=True)[..., :-1]
-    power = spectrum.real.square() + spectrum.imag.square()
-    mel = mel_filters(bins).to(pcm.device) @ power
-    log = mel.clamp_min(1e-10).log10()
-    loudest = log.amax(dim=(-2, -1), keepdim=True)
-    features = (torch.maximum(log, loudest - 8.0) + 4.0) / 4.0
+    features = launch_or(
+        "log_mel",
+        pcm.device,
+        lambda: torch.cat([_log_mel_by_kernels(part, bins) for part in pcm.split(_GPU_WINDOWS)]),
+        lambda: log_mel_reference(
+            spectrum_reference(pcm, torch.hann_window(FFT_SIZE, device=pcm.device), HOP),
+            mel_filters(bins).to(pcm.device),
+        ),
+    )
     for row, length in zip(features, lengths or (), strict=False):
         row[:, length // HOP + 1 :] = 0.0
     return features
+
+
+_GPU_WINDOWS = 64
+"""Windows at a time: their frames and spectrum are 10 MB each."""
+
+
+@lru_cache(maxsize=8)
+def _prepared(bins: int, device: torch.device) -> tuple[Tensor, Filters]:
+    """The Hann window, and the filters laid out for the kernel."""
+    return torch.hann_window(FFT_SIZE, device=device), prepare_filters(mel_filters(bins), device)
+
+
+def _log_mel_by_kernels(pcm: Tensor, bins: int) -> Tensor:
+    window, filters = _prepared(bins, pcm.device)
+    spectrum = torch.fft.rfft(launch_frames(pcm, window, HOP)).transpose(1, 2)
+    return launch_log_mel(spectrum, filters)

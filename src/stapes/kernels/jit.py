@@ -99,7 +99,8 @@ def launch_or(name: str, device: torch.device, launch: Callable[[], Result], ref
     except Exception as error:  # Triton's errors have no common class
         if is_interpreted():  # a mistake in the kernel, which a fallback would hide
             raise
+        result = reference()  # raises too where it is the input that cannot be computed
         reason = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
         refusals[name, str(device)] = f"{type(error).__name__}: {reason}"
         log.warning("kernel %s does not run on %s (%s): PyTorch's own operations do it instead", name, device, reason)
-        return reference()
+        return result

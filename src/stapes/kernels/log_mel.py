@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from stapes.kernels.jit import is_interpreted, kernel, launch_or
+from stapes.kernels.jit import is_interpreted, kernel
 from stapes.kernels.split_dot import split_dot
 from stapes.kernels.targets import CompileCase, Target, target_of
 
@@ -55,6 +55,17 @@ TILES: Mapping[str, Tile] = {
     "rdna4": Tile(32, 32, 16, 4, "bf16x3"),
     "cuda": Tile(64, 32, 32, 4, "tf32x3", 3),
 }
+CANDIDATES = (
+    Tile(32, 32, 32, 4, "tf32x3", 3),
+    Tile(64, 32, 32, 4, "bf16x3", 3),
+    Tile(32, 32, 32, 4, "bf16x3", 4),
+    Tile(64, 32, 16, 4, "bf16x3", 4),
+    Tile(64, 16, 16, 4, "bf16x3", 3),
+    Tile(128, 32, 32, 8, "bf16x3", 3),
+    Tile(64, 64, 64, 8, "bf16x3", 2),
+    Tile(64, 32, 32, 8, "fp32", 3),
+)
+"""Other tiles, for `stapes bench kernels --sweep` to try on the device that it runs on."""
 
 
 @dataclass(frozen=True)
@@ -92,22 +103,12 @@ def tile_for(device: torch.device) -> Tile:
     return TILES[target.family if target else "cuda"]
 
 
-def log_mel(spectrum: Tensor, filters: Filters) -> Tensor:
-    """As `log_mel_reference`, by the kernel where it runs. A spectrum as `torch.stft` lays it out is read in place."""
-    return launch_or(
-        "log_mel",
-        spectrum.device,
-        lambda: launch_log_mel(spectrum, filters),
-        lambda: log_mel_reference(spectrum, filters.filters),
-    )
-
-
 def launch_log_mel(spectrum: Tensor, filters: Filters) -> Tensor:
-    """`log_mel` by the kernel alone."""
+    """As `log_mel_reference`. The frequencies of a frame should lie side by side, as the FFT leaves them."""
     windows, frequencies, frames = spectrum.shape
     bins = filters.filters.shape[0]
     tile = filters.tile
-    if spectrum.stride(1) != 1:  # frequencies of a frame side by side, as the FFT leaves them
+    if spectrum.stride(1) != 1:
         spectrum = spectrum.transpose(1, 2).contiguous().transpose(1, 2)
     # A complex number is loaded as one number of 64 bits: neighbours of a warp then read neighbouring bytes.
     pairs = torch.view_as_real(spectrum).view(torch.int64)
