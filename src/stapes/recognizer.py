@@ -20,6 +20,7 @@ from stapes.checkpoints.formats import WhisperCheckpoint
 from stapes.checkpoints.load import load_whisper, open_checkpoint
 from stapes.checkpoints.tokenizer import open_tokenizer
 from stapes.decoding.rules import Vocabulary
+from stapes.devices import tuned
 from stapes.devices.backend import Device, choose_dtype, resolve
 from stapes.errors import ModelError, UsageError
 from stapes.inference.ingest import Ingest, Job, name_of
@@ -64,6 +65,7 @@ def load(
         torch.set_num_threads(threads)
     where = resolve(device)
     dtype = choose_dtype(precision, where)
+    tuned.activate(where)
     if max_vram is not None:
         _limit_memory(max_vram, where)
     name, location = _find(model, where, task, language, model_dir, offline, progress)

@@ -25,6 +25,7 @@ from stapes.cli.monitor import monitor
 from stapes.cli.profile import profile_command
 from stapes.cli.terminal import display, prepare_streams, to_json
 from stapes.cli.transcribe import transcribe
+from stapes.cli.tune import tune
 from stapes.errors import StapesError
 
 app = App(
@@ -47,6 +48,7 @@ app.command(
     profile_command(lambda words: _run(list(words))), name="profile", usage="Usage: stapes profile [OPTIONS] COMMAND…"
 )
 app.command(doctor)
+app.command(tune, usage="Usage: stapes tune [OPTIONS] MODEL")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
