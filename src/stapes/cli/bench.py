@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 from cyclopts import App, Parameter
 
 from stapes.cli.bench_allreduce import allreduce
+from stapes.cli.bench_kernels import kernels
 from stapes.cli.bench_run import listed, measure
 from stapes.cli.terminal import Terminal, to_json
 from stapes.errors import OutputError, UsageError
@@ -32,6 +33,7 @@ app = App(
 )
 
 app.command(allreduce)
+app.command(kernels)
 
 _UNITS = {"s": 1.0, "sec": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0}
 
