@@ -14,6 +14,7 @@ from torch import Tensor
 from openai_decoding import ReferenceDecoder
 from stapes.decoding.rules import Vocabulary
 from stapes.inference.engine import DecodeRequest, DecodeResult
+from stapes.inference.gpu_whisper import GpuWhisperEngine
 from stapes.inference.torch_whisper import TorchWhisperEngine
 from stapes.models.whisper import Whisper, WhisperConfig
 
@@ -53,8 +54,17 @@ def make_model(seed: int) -> Whisper:
     return model.eval()
 
 
-def make_engine(seed: int, slots: int) -> TorchWhisperEngine:
-    return TorchWhisperEngine(make_model(seed), VOCABULARY, {"xx": TEXT + 3}, SOT, BLANK, [(1, 0)], slots, 1)
+Maker = Callable[[int, int], TorchWhisperEngine]
+
+
+@pytest.fixture(params=[TorchWhisperEngine, GpuWhisperEngine], ids=["cpu", "gpu"])
+def make_engine(request: pytest.FixtureRequest) -> Maker:
+    """Both engines; the one for GPUs without its kernels and graphs, which need one."""
+
+    def make(seed: int, slots: int) -> TorchWhisperEngine:
+        return request.param(make_model(seed), VOCABULARY, {"xx": TEXT + 3}, SOT, BLANK, [(1, 0)], slots, 1)
+
+    return make
 
 
 @cache
@@ -131,8 +141,8 @@ SEEDS = (0, 1, 2, 3)
 
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("steps", [1, 3, 8])
-def test_window_alone_is_written_as_openai_does(seed: int, steps: int) -> None:
-    engine = make_engine(seed, slots=5)
+def test_window_alone_is_written_as_openai_does(make_engine: Maker, seed: int, steps: int) -> None:
+    engine = make_engine(seed, 5)
     for request, states, truth in zip(some_requests(seed), windows(seed), expected(seed), strict=False):
         check(write_alone(engine, request, states, steps), truth)
 
@@ -197,8 +207,8 @@ def mixed(engine: TorchWhisperEngine, seed: int, schedule: int, steps: Callable[
 
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("schedule", range(4))
-def test_neighbours_that_come_and_go_change_nothing(seed: int, schedule: int) -> None:
-    engine = make_engine(seed, slots=(3, 6, 12, 15)[schedule])
+def test_neighbours_that_come_and_go_change_nothing(make_engine: Maker, seed: int, schedule: int) -> None:
+    engine = make_engine(seed, (3, 6, 12, 15)[schedule])
     chance = random.Random(schedule)
     steps = (lambda: 1, lambda: 3, lambda: 8, lambda: chance.randint(1, 9))[schedule]
     results = mixed(engine, seed, schedule, steps)
@@ -207,8 +217,8 @@ def test_neighbours_that_come_and_go_change_nothing(seed: int, schedule: int) ->
     assert all(engine.free_slots(r) == max(1, engine.slots // r.candidates) for r in some_requests(seed))
 
 
-def test_scores_of_an_ended_window_ignore_the_others() -> None:
-    engine = make_engine(0, slots=4)
+def test_scores_of_an_ended_window_ignore_the_others(make_engine: Maker) -> None:
+    engine = make_engine(0, 4)
     text, prompt = [3, 7, 9, 2], [SOT, VOCABULARY.no_timestamps]
     request = DecodeRequest(prompt=(SOT,), sot_index=0, timestamps=True)
     slots = engine.admit([request] * 3, windows(0)[:3])
@@ -221,8 +231,8 @@ def test_scores_of_an_ended_window_ignore_the_others() -> None:
 
 
 @pytest.mark.parametrize("prompt", [(SOT,), (SOT, VOCABULARY.no_timestamps), (SOT, 1, 2, VOCABULARY.no_timestamps)])
-def test_longest_text_can_be_read_again_for_its_times(prompt: tuple[int, ...]) -> None:
-    engine = make_engine(1, slots=1)
+def test_longest_text_can_be_read_again_for_its_times(make_engine: Maker, prompt: tuple[int, ...]) -> None:
+    engine = make_engine(1, 1)
     timestamps = VOCABULARY.no_timestamps not in prompt
     request = DecodeRequest(
         prompt=prompt, sot_index=0, timestamps=timestamps, stop_loops=False, suppressed=(VOCABULARY.end, *MARKERS)
@@ -237,8 +247,8 @@ def test_longest_text_can_be_read_again_for_its_times(prompt: tuple[int, ...]) -
     assert alignment.scores.shape[1] == len(again) + len(text) + 1
 
 
-def test_admission_that_fails_leaves_no_slot_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = make_engine(0, slots=4)
+def test_admission_that_fails_leaves_no_slot_behind(make_engine: Maker, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine(0, 4)
     request = DecodeRequest(prompt=(SOT,), sot_index=0, timestamps=True, suppressed=MARKERS)
 
     def out_of_memory(*_: object) -> None:

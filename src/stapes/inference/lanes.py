@@ -32,12 +32,28 @@ class Slot:
     lane: Lane
     row: int
     request: DecodeRequest
-    no_speech_prob: float
     limit: int
     ended: bool = False
     finished: list[tuple[float, list[int]]] = field(default_factory=list)
     loop_ends: dict[int, int] = field(default_factory=dict)  # candidate → tokens up to where it was found looping
     checked: int = 0
+
+
+@dataclass(frozen=True)
+class Look:
+    """What a lane's rows had written when it was looked at, on the host.
+
+    ``rows``: where each slot stood then. The arrays are as the lane's tensors of the same names: ``ended`` and
+    ``counts`` (rows,), ``tokens`` and ``logprobs`` (rows, written), ``sums`` and ``no_speech`` (rows,).
+    """
+
+    rows: dict[Slot, int]
+    ended: np.ndarray
+    counts: np.ndarray
+    tokens: np.ndarray
+    logprobs: np.ndarray
+    sums: np.ndarray
+    no_speech: np.ndarray
 
 
 class Lane:
@@ -48,16 +64,9 @@ class Lane:
         self.model, self.vocabulary = model, vocabulary
         self.rows, self.group, self.beam = rows, group, beam
         self.slots: list[Slot] = []
-        weight = model.decoder.positions
-        self.device = weight.device
-        heads, head = config.decoder_heads, config.width // config.decoder_heads
-
+        self.device, self.dtype = model.decoder.positions.device, model.decoder.positions.dtype
         batch = rows * group
-        shape = (batch, heads, config.text_context, head)
-        self.self_cache: list[KeyValue] = [
-            (zeros(shape, weight.dtype, self.device), zeros(shape, weight.dtype, self.device))
-            for _ in range(config.decoder_layers)
-        ]
+        self.self_cache: list[KeyValue] = []
         self.memory: list[Tensor] = []  # of the encoder's states, (rows, …) each; made when the first windows join
         self.state = RuleState.empty(batch, self.device)
         self.tokens = torch.zeros(batch, config.text_context, dtype=torch.int64, device=self.device)
@@ -68,7 +77,18 @@ class Lane:
         self.temperature = torch.zeros(batch, dtype=torch.float32, device=self.device)
         self.keys = torch.zeros(batch, dtype=torch.int64, device=self.device)
         self.suppressed = zeros((batch, vocabulary.size), torch.float32, self.device)
+        self.no_speech = torch.zeros(batch, dtype=torch.float32, device=self.device)
         self.lengths = [0] * batch  # host copy of ``positions``: bounds what a step reads
+        self._allocate(batch)
+
+    def _allocate(self, batch: int) -> None:
+        """Make the self-attention cache, (batch, heads, text context, head width) for keys and values of each layer."""
+        config = self.model.config
+        shape = (batch, config.decoder_heads, config.text_context, config.width // config.decoder_heads)
+        self.self_cache = [
+            (zeros(shape, self.dtype, self.device), zeros(shape, self.dtype, self.device))
+            for _ in range(config.decoder_layers)
+        ]
 
     @property
     def free(self) -> int:
@@ -84,13 +104,13 @@ class Lane:
         memory: Sequence[Tensor],
         prefix: Sequence[KeyValue],
         logits: Tensor,
-        no_speech: Sequence[float],
+        no_speech: Tensor,
         blank: Tensor,
     ) -> list[Slot]:
         """Occupy slots with windows whose prompts have been read, and choose their first tokens.
 
         memory: see ``TextDecoder.memory``, (windows, …). prefix: per layer, keys and values of the prompts,
-        padded at the end. logits: (windows, vocabulary), float32, of what follows each prompt.
+        padded at the end. logits: (windows, vocabulary), float32, of what follows each prompt. no_speech (windows,).
         """
         if not self.memory:
             self.memory = [zeros((self.rows, *kept.shape[1:]), kept.dtype, self.device) for kept in memory]
@@ -98,7 +118,7 @@ class Lane:
         # One less than there is room for: word times read the text again with <|notimestamps|> and the end.
         room = self.tokens.shape[1] - 1
         for i, request in enumerate(requests):
-            slot = Slot(self, len(self.slots), request, no_speech[i], room - len(request.prompt))
+            slot = Slot(self, len(self.slots), request, room - len(request.prompt))
             self.slots.append(slot)
             slots.append(slot)
             span, length = self._range(slot), len(request.prompt)
@@ -112,6 +132,7 @@ class Lane:
             self.lengths[span] = [length] * self.group
             self.sums[span] = 0.0
             self.ended[span] = False
+            self.no_speech[span] = no_speech[i]
             self.temperature[span] = request.temperature
             self.keys[span] = torch.tensor([random_key(*request.key, i) for i in range(self.group)], device=self.device)
             self.suppressed[span] = 0.0
@@ -154,7 +175,7 @@ class Lane:
     def _choose_tokens(self, logits: Tensor, state: RuleState, span: slice) -> None:
         temperature = self.temperature[span]
         tokens = logits.argmax(dim=-1)
-        if any(slot.request.temperature > 0 for slot in self.slots):
+        if self._draws():
             uniform = counter_uniform(self.keys[span], state.count)
             drawn = sample(logits, temperature, uniform)
             tokens = torch.where(temperature > 0, drawn, tokens)
@@ -163,6 +184,10 @@ class Lane:
         self.logprobs[span].scatter_(1, self._place(state), chosen[:, None])
         self._write(tokens, state, span)
         self.ended[span] |= tokens == self.vocabulary.end
+
+    def _draws(self) -> bool:
+        """Whether any row draws its tokens, rather than taking the likeliest."""
+        return any(slot.request.temperature > 0 for slot in self.slots)
 
     def _place(self, state: RuleState) -> Tensor:
         return state.count.clamp_max(self.tokens.shape[1] - 1)[:, None]
@@ -220,55 +245,69 @@ class Lane:
             return
         state.reorder(source)
         self.tokens[span] = self.tokens[span][source]
+        self._reorder_cache(source, span)
+
+    def _reorder_cache(self, source: Tensor, span: slice) -> None:
         length = max(self.lengths[span])
         for keys, values in self.self_cache:
             keys[span, :, :length] = keys[span, :, :length][source]
             values[span, :, :length] = values[span, :, :length][source]
 
-    def harvest(self) -> list[tuple[Slot, DecodeResult]]:
-        """Results of the slots that have ended."""
-        if not self.slots:
-            return []
+    def look(self) -> Look:
+        """What has been written, now."""
         count = len(self.slots) * self.group
-        ended = self.ended[:count].cpu().numpy()
-        counts = self.state.count[:count].cpu().numpy()
+        written = max(self.lengths[:count], default=0)
+        tensors = (self.ended, self.state.count, self.tokens, self.logprobs, self.sums, self.no_speech)
+        parts = [each[:count, :written] if each.dim() > 1 else each[:count] for each in tensors]
+        return Look({slot: slot.row for slot in self.slots}, *(part.cpu().numpy() for part in parts))
+
+    def harvest(self, look: Look | None = None) -> list[tuple[Slot, DecodeResult]]:
+        """Results of the slots that had ended when we looked, now unless told otherwise."""
+        look = look or self.look()
         out = []
         for slot in self.slots:
-            span = self._range(slot)
-            written = min(int(counts[span.start]), slot.limit)
+            if slot not in look.rows:
+                continue
+            first = look.rows[slot] * self.group
+            written = min(int(look.counts[first]), slot.limit)
             if not self.beam:
                 if slot.request.stop_loops:
-                    self._stop_loops(slot, written)
+                    self._stop_loops(slot, look, written)
                 slot.ended = written >= slot.limit or all(
-                    ended[span.start + i] or i in slot.loop_ends for i in range(self.group)
+                    look.ended[first + i] or i in slot.loop_ends for i in range(self.group)
                 )
             if slot.ended:
-                out.append((slot, self._result(slot, written)))
+                out.append((slot, self._result(slot, look, written)))
         return out
 
-    def _stop_loops(self, slot: Slot, written: int) -> None:
+    def _stop_loops(self, slot: Slot, look: Look, written: int) -> None:
         """Look at the texts as they stood every few tokens, so that the verdict does not depend on when we look."""
         due = range(slot.checked + _LOOP_CHECK_EVERY, written + 1, _LOOP_CHECK_EVERY)
         if not due:
             return
         slot.checked = due[-1]
-        span = self._range(slot)
-        for i, text in enumerate(self.tokens[span, :written].tolist()):
+        first = look.rows[slot] * self.group
+        for i, text in enumerate(look.tokens[first : first + self.group, :written].tolist()):
             if i in slot.loop_ends:
                 continue
             length = text.index(self.vocabulary.end) if self.vocabulary.end in text else written
             for size in due:
                 if size <= length and repeats(text[:size]):
                     slot.loop_ends[i] = size
-                    self.ended[span.start + i] = True
+                    self._end(self._range(slot).start + i)
                     break
 
-    def _result(self, slot: Slot, written: int) -> DecodeResult:
+    def _end(self, row: int) -> None:
+        """Let a row stand still."""
+        self.ended[row] = True
+
+    def _result(self, slot: Slot, look: Look, written: int) -> DecodeResult:
+        first = look.rows[slot] * self.group
         candidates = [(total, tokens, False) for total, tokens in slot.finished]
         if len(candidates) < self.group:
-            span = self._range(slot)
-            texts, logprobs = self.tokens[span, :written].tolist(), self.logprobs[span, :written].tolist()
-            sums = self.sums[span].tolist()
+            rows = slice(first, first + self.group)
+            texts, logprobs = look.tokens[rows, :written].tolist(), look.logprobs[rows, :written].tolist()
+            sums = look.sums[rows].tolist()
             unfinished = []
             for i, (text, gains) in enumerate(zip(texts, logprobs, strict=True)):
                 size = slot.loop_ends.get(i, written)
@@ -297,7 +336,7 @@ class Lane:
         return DecodeResult(
             tokens=tokens,
             avg_logprob=total / (len(tokens) + 1),
-            no_speech_prob=slot.no_speech_prob,
+            no_speech_prob=float(look.no_speech[first]),
             temperature=slot.request.temperature,
             looped=looped,
         )
@@ -308,27 +347,27 @@ class Lane:
         if last is slot:
             return
         source, target = self._range(last), self._range(slot)
-        length = max(self.lengths[source])
-        for keys, values in self.self_cache:
-            keys[target, :, :length] = keys[source, :, :length]
-            values[target, :, :length] = values[source, :, :length]
-        for kept in self.memory:
-            kept[slot.row] = kept[last.row]
-        for tensor in (
-            *self.state.fields(),
-            self.tokens,
-            self.logprobs,
-            self.positions,
-            self.sums,
-            self.ended,
-            self.temperature,
-            self.keys,
-            self.suppressed,
-        ):
+        self._move_cache(last, slot)
+        for tensor in self._row_tensors():
             tensor[target] = tensor[source]
         self.lengths[target] = self.lengths[source]
         last.row = slot.row
         self.slots[last.row] = last
+
+    def _row_tensors(self) -> tuple[Tensor, ...]:
+        """All that is kept of each row beside the caches."""
+        kept = (self.tokens, self.logprobs, self.positions, self.sums, self.ended, self.no_speech)
+        return (*self.state.fields(), *kept, self.temperature, self.keys, self.suppressed)
+
+    def _move_cache(self, source: Slot, target: Slot) -> None:
+        """Put what one slot has in the caches into another's place."""
+        old, new = self._range(source), self._range(target)
+        length = max(self.lengths[old])
+        for keys, values in self.self_cache:
+            keys[new, :, :length] = keys[old, :, :length]
+            values[new, :, :length] = values[old, :, :length]
+        for kept in self.memory:
+            kept[target.row] = kept[source.row]
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

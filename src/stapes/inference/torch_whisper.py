@@ -25,7 +25,28 @@ class TorchWhisperEngine:
     (decoder layer, head) pairs that follow the speech. slots: windows decoded together.
     """
 
+    steps_per_look = 1
+    exact_tokens: int | None = None
+    """For measuring: end each window after so many tokens."""
+
     def __init__(
+        self,
+        model: Whisper,
+        vocabulary: Vocabulary,
+        languages: dict[str, int],
+        sot: int,
+        blank: Sequence[int],
+        alignment_heads: Sequence[tuple[int, int]],
+        slots: int,
+        encoder_batch: int,
+    ) -> None:
+        self._set_up(model, vocabulary, languages, sot, blank, alignment_heads, slots, encoder_batch)
+        if is_worth_packing(self.device, self.dtype):
+            adapt(pack(model))
+        elif model.decoder.embedding.weight.dtype != self.dtype:
+            model.decoder.embedding.to(self.dtype)
+
+    def _set_up(
         self,
         model: Whisper,
         vocabulary: Vocabulary,
@@ -38,10 +59,6 @@ class TorchWhisperEngine:
     ) -> None:
         self.device = model.decoder.positions.device
         self.dtype = model.decoder.positions.dtype
-        if is_worth_packing(self.device, self.dtype):
-            adapt(pack(model))
-        elif model.decoder.embedding.weight.dtype != self.dtype:
-            model.decoder.embedding.to(self.dtype)
         self.model, self.vocabulary = model, vocabulary
         self.languages, self.sot = languages, sot
         self.slots = slots
@@ -101,14 +118,17 @@ class TorchWhisperEngine:
         starts = torch.tensor([request.sot_index for request in requests], device=self.device)
         logits = decoder.logits(states[index, ends]).float()
         at_start = decoder.logits(states[index, starts]).float()
-        no_speech = at_start.softmax(dim=-1)[:, self.vocabulary.no_speech].tolist()
+        no_speech = at_start.softmax(dim=-1)[:, self.vocabulary.no_speech]
         lane = self._lane(requests[0])
         occupied = len(lane.slots)
         try:
-            return lane.admit(requests, memory, prefix, logits, no_speech, self.blank)
+            slots = lane.admit(requests, memory, prefix, logits, no_speech, self.blank)
         except BaseException:  # out of memory, or interrupted: nobody else knows of these slots yet
             del lane.slots[occupied:]
             raise
+        for slot in slots:
+            slot.limit = min(slot.limit, self.exact_tokens or slot.limit)
+        return slots
 
     def _read(
         self, prompts: Sequence[Sequence[int]], memory: Sequence[Tensor], heads: dict[int, list[int]] | None = None
@@ -148,20 +168,32 @@ class TorchWhisperEngine:
         """Read texts again behind their prompts, all at once, and keep the scores of the heads that follow speech."""
         if not slots:
             return []
-        rows = [(slot.lane, slot.row) for slot in slots]
-        count = len(slots[0].lane.memory)
-        memory = [torch.stack([lane.memory[kept][row] for lane, row in rows]) for kept in range(count)]
         sequences = [[*prompt, *text, self.vocabulary.end] for prompt, text in zip(prompts, texts, strict=True)]
-        states, _, scores = self._read(sequences, memory, self.heads)
+        states, scores = self._align_rows(slots, sequences)
         assert scores is not None
         out = []
         for i, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
             # The state at the token before predicts a token.
             first, count = len(prompt) - 1, len(prompt) + len(text) + 1
-            logits = self.model.decoder.logits(states[i, first : count - 2]).float()[:, : self.vocabulary.end]
+            logits = self._align_logits(states[i, first : count - 2])[:, : self.vocabulary.end]
             chosen = logits.softmax(dim=-1).gather(1, torch.tensor(list(text), device=self.device)[:, None])[:, 0]
             out.append(Alignment(scores[i, :, :count].float(), chosen.cpu().numpy()))
         return out
+
+    def _align_rows(self, slots: Sequence[Slot], sequences: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor | None]:
+        """Read sequences in the windows of slots: the decoder's states, and the scores of the alignment heads."""
+        rows = [(slot.lane, slot.row) for slot in slots]
+        count = len(slots[0].lane.memory)
+        memory = [torch.stack([lane.memory[kept][row] for lane, row in rows]) for kept in range(count)]
+        states, _, scores = self._read(sequences, memory, self.heads)
+        return states, scores
+
+    def _align_logits(self, states: Tensor) -> Tensor:
+        return self.model.decoder.logits(states).float()
+
+    def clear(self) -> None:
+        """Let go of all caches."""
+        self.lanes.clear()
 
     @torch.inference_mode()
     def release(self, slot: Slot) -> None:

@@ -1,0 +1,217 @@
+"""Whisper on a GPU, AMD's and NVIDIA's alike: plain PyTorch, Triton kernels, and steps captured as graphs.
+
+The host runs ahead of the device: it enqueues encoding, admissions and steps without waiting, and learns which windows
+have ended from a copy that the device made some steps ago. Only a nearly empty engine is waited for, so that a single
+short recording is not kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from stapes.audio.features import WINDOW_SAMPLES, log_mel_spectrogram
+from stapes.decoding.rules import Vocabulary
+from stapes.devices.rocm import graphs_agree
+from stapes.inference.engine import DecodeRequest, DecodeResult
+from stapes.inference.gpu_decoder import GpuDecoder, Memory
+from stapes.inference.gpu_encoder import GpuEncoder
+from stapes.inference.gpu_lane import GpuLane, upload
+from stapes.inference.lanes import Slot
+from stapes.inference.torch_whisper import TorchWhisperEngine
+from stapes.models.whisper import Whisper
+
+_FEW = 8
+"""Windows up to which the device is waited for at every look: latency counts then, not throughput."""
+
+_STAGES = 3
+"""Batches of samples that may be on their way to the device at once."""
+
+
+class GpuWhisperEngine(TorchWhisperEngine):
+    """Implements ``engine.Engine``. It also runs on the CPU, without graphs and kernels, for tests.
+
+    quantize_memory: keep keys and values of the encoder's states in 8 bits.
+    """
+
+    steps_per_look = 4
+
+    def __init__(
+        self,
+        model: Whisper,
+        vocabulary: Vocabulary,
+        languages: dict[str, int],
+        sot: int,
+        blank: Sequence[int],
+        alignment_heads: Sequence[tuple[int, int]],
+        slots: int,
+        encoder_batch: int,
+        *,
+        quantize_memory: bool = False,
+    ) -> None:
+        self._set_up(model, vocabulary, languages, sot, blank, alignment_heads, slots, encoder_batch)
+        self.quantize_memory = quantize_memory
+        self.encoder = GpuEncoder(model.encoder)
+        self.decoder = GpuDecoder(model.decoder, model.config)
+        self.memory: list[Memory] = []
+        self.free_rows: list[int] = []
+        self._graph_pool: object | None = None
+        if self.device.type == "cuda" and graphs_agree(self.device)[0]:
+            self._graph_pool = torch.cuda.graph_pool_handle()
+        self._staged: list[tuple[Tensor, torch.cuda.Event]] = []
+
+    @torch.inference_mode()
+    def encode(self, windows: Sequence[np.ndarray], *, again: bool = False) -> list[Tensor]:
+        """Samples of up to 30 s each → the encoder's states (1500, width) of each."""
+        lengths = [len(window) for window in windows] if again else None
+        features = log_mel_spectrogram(self._to_device(windows), self.model.config.mel_bins, lengths)
+        return list(self.encoder(features.to(self.dtype)))
+
+    def _to_device(self, windows: Sequence[np.ndarray]) -> Tensor:
+        """Samples, silence behind them, through memory that the device can fetch from by itself."""
+        if self.device.type != "cuda":
+            batch = torch.zeros(len(windows), WINDOW_SAMPLES)
+            _fill(batch, windows)
+            return batch.to(self.device)
+        if len(self._staged) < _STAGES:
+            stage = torch.empty(self.encoder_batch, WINDOW_SAMPLES, pin_memory=True)
+        else:
+            stage, fetched = self._staged.pop(0)
+            fetched.synchronize()
+        if len(stage) < len(windows):
+            stage = torch.empty(len(windows), WINDOW_SAMPLES, pin_memory=True)
+        _fill(stage, windows)
+        batch = stage[: len(windows)].to(self.device, non_blocking=True)
+        fetched = torch.cuda.Event()
+        fetched.record()
+        self._staged.append((stage, fetched))
+        return batch
+
+    @torch.inference_mode()
+    def detect_language(self, encoded: Sequence[Tensor]) -> list[dict[str, float]]:
+        """Probability of each language, from what the model would write after <|startoftranscript|>."""
+        out: list[dict[str, float]] = []
+        codes, ids = list(self.languages), list(self.languages.values())
+        while len(out) < len(encoded):
+            # Slots may all be taken: then there is at least the one row that is kept for this.
+            part = encoded[len(out) : len(out) + max(1, len(self._rows()) - 1)]
+            rows = [self.free_rows.pop() for _ in part] if len(part) > 1 else [self._spare]
+            place = upload(np.array(rows, dtype=np.int32), self.device)
+            self.decoder.remember(torch.stack(list(part)), self.memory, place)
+            tokens = torch.full((len(part), 1), self.sot, dtype=torch.int64, device=self.device)
+            states, _ = self.decoder.read(tokens, self.memory, place)
+            logits = self.decoder.logits(states[:, 0])
+            out += [dict(zip(codes, row, strict=True)) for row in logits[:, ids].softmax(dim=-1).tolist()]
+            if len(part) > 1:
+                self.free_rows += rows
+        return out
+
+    def _rows(self) -> list[int]:
+        """Free rows of the memory, which is made when it is first asked for. One more is the spare one."""
+        if len(self.memory) == 0:
+            self.memory = self.decoder.new_memory(self.slots + 1, self.quantize_memory)
+            self.free_rows = list(range(self.slots))
+            self._spare = self.slots
+        return self.free_rows
+
+    def free_slots(self, request: DecodeRequest) -> int:
+        """Windows that could join now."""
+        return min(self._lane(request).free, len(self._rows()))
+
+    def _lane(self, request: DecodeRequest) -> GpuLane:
+        kind = (request.candidates, request.is_beam)
+        lane = self.lanes.get(kind)
+        if lane is None:
+            self._rows()
+            rows = max(1, self.slots // request.candidates)
+            pool = self._graph_pool
+            lane = GpuLane(self.model, self.decoder, self.memory, self.vocabulary, rows, *kind, pool)
+            self.lanes[kind] = lane
+        assert isinstance(lane, GpuLane)
+        return lane
+
+    @torch.inference_mode()
+    def admit(self, requests: Sequence[DecodeRequest], encoded: Sequence[Tensor]) -> list[Slot]:
+        """Read the prompts of windows, put them into slots of one lane and write their first tokens."""
+        lane = self._lane(requests[0])
+        free = self._rows()
+        rows = [free.pop() for _ in requests]
+        occupied = len(lane.slots)
+        try:
+            place = upload(np.array(rows, dtype=np.int32), self.device)
+            self.decoder.remember(torch.stack(list(encoded)), self.memory, place)
+            slots = lane.enter(requests, rows, self.exact_tokens)
+            count = max(len(request.prompt) for request in requests)
+            tokens = np.full((len(requests), count), self.vocabulary.end, dtype=np.int64)
+            marks = np.empty((2, len(requests)), dtype=np.int64)
+            for i, request in enumerate(requests):
+                tokens[i, : len(request.prompt)] = request.prompt
+                marks[:, i] = len(request.prompt) - 1, request.sot_index
+            cells = lane.cells[occupied * lane.group : len(lane.slots) * lane.group : lane.group].long()
+            states, _ = self.decoder.read(upload(tokens, self.device), self.memory, place, lane.cache, cells)
+            ends, starts = upload(marks, self.device).unbind()
+            index = torch.arange(len(requests), device=self.device)
+            at_start = self.decoder.logits(states[index, starts])
+            no_speech = at_start.softmax(dim=-1)[:, self.vocabulary.no_speech]
+            lane.begin(slots, self.decoder.logits(states[index, ends]), no_speech, self.blank)
+        except BaseException:  # out of memory, or interrupted: nobody else knows of these slots yet
+            lane.forget(occupied)
+            free += rows
+            raise
+        return slots
+
+    @torch.inference_mode()
+    def step(self, count: int) -> None:
+        """Write up to ``count`` more tokens in every slot."""
+        super().step(count)
+        for lane in self._gpu_lanes():
+            lane.glance()
+
+    @torch.inference_mode()
+    def harvest(self) -> list[tuple[Slot, DecodeResult]]:
+        """The slots that have ended, with their results; each stays occupied until it is released."""
+        lanes = self._gpu_lanes()
+        behind = 0 if sum(len(lane.slots) for lane in lanes) <= _FEW else 1
+        out = []
+        for lane in lanes:
+            look = lane.late_look(behind)
+            if look is not None:
+                out += lane.harvest(look)
+        return out
+
+    def _gpu_lanes(self) -> list[GpuLane]:
+        return [lane for lane in self.lanes.values() if isinstance(lane, GpuLane)]
+
+    def _align_rows(self, slots: Sequence[Slot], sequences: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor | None]:
+        tokens = np.full((len(sequences), max(map(len, sequences))), self.vocabulary.end, dtype=np.int64)
+        for row, sequence in zip(tokens, sequences, strict=True):
+            row[: len(sequence)] = sequence
+        rows = [slot.lane.host_memory[slot.row] for slot in slots if isinstance(slot.lane, GpuLane)]
+        place = upload(np.array(rows, dtype=np.int32), self.device)
+        return self.decoder.read(upload(tokens, self.device), self.memory, place, heads=self.heads)
+
+    def _align_logits(self, states: Tensor) -> Tensor:
+        return self.decoder.logits(states)
+
+    @torch.inference_mode()
+    def release(self, slot: Slot) -> None:
+        """Free a slot, ended or not."""
+        assert isinstance(slot.lane, GpuLane)
+        self.free_rows.append(slot.lane.host_memory[slot.row])
+        slot.lane.release(slot)
+
+    def clear(self) -> None:
+        """Let go of all caches, and of the graphs that use them."""
+        self.lanes.clear()
+        self.memory, self.free_rows = [], []
+
+
+def _fill(batch: Tensor, windows: Sequence[np.ndarray]) -> None:
+    out = batch.numpy()
+    for row, samples in zip(out, windows, strict=False):
+        count = min(len(samples), WINDOW_SAMPLES)
+        row[:count] = samples[:count]
+        row[count:] = 0.0
