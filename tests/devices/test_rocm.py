@@ -17,7 +17,15 @@ DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
 
 @pytest.fixture
-def radeon(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+def preferred(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What PyTorch was asked to multiply with."""
+    asked: list[str] = []
+    monkeypatch.setattr(torch.backends.cuda, "preferred_blas_library", asked.append)
+    return asked
+
+
+@pytest.fixture
+def radeon(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, preferred: list[str]) -> Path:
     """A ROCm build of PyTorch beside an RX 7900."""
     monkeypatch.setattr(torch.version, "hip", "7.2.1")
     monkeypatch.setattr(rocm, "read_gpus", lambda: [KfdGpu(1, "gfx1100", None, 128, None, False)])
@@ -31,18 +39,19 @@ def test_nothing_is_set_without_rocm(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rocm.apply_defaults(environment) == environment == {}
 
 
-def test_defaults_on_rocm(radeon: Path) -> None:
+def test_defaults_on_rocm(radeon: Path, preferred: list[str]) -> None:
     environment: dict[str, str] = {}
     assert rocm.apply_defaults(environment) == environment
     assert environment["MIOPEN_FIND_MODE"] == "FAST"
     assert Path(environment["MIOPEN_USER_DB_PATH"]).is_relative_to(radeon)
     assert Path(environment["MIOPEN_USER_DB_PATH"]).is_dir()
     assert environment["TORCH_BLAS_PREFER_HIPBLASLT"] == "1"
+    assert preferred == ["hipblaslt"]
     assert environment["PYTORCH_ALLOC_CONF"] == "expandable_segments:False"
     assert rocm.apply_defaults(environment) == {}  # a second call finds all set
 
 
-def test_the_user_wins(radeon: Path) -> None:
+def test_the_user_wins(radeon: Path, preferred: list[str]) -> None:
     environment = {
         "MIOPEN_FIND_MODE": "NORMAL",
         "PYTORCH_HIP_ALLOC_CONF": "expandable_segments:True",  # an old name of the same setting counts
@@ -53,6 +62,7 @@ def test_the_user_wins(radeon: Path) -> None:
     added = rocm.apply_defaults(environment)
     assert set(added) == {"MIOPEN_CUSTOM_CACHE_DIR"}
     assert environment == before | added
+    assert preferred == []
 
 
 def test_no_override_is_ever_set() -> None:
@@ -68,6 +78,14 @@ def test_hipblaslt_only_where_every_gpu_has_it() -> None:
     assert not prefers("gfx1030")
     assert not prefers("gfx1100", "gfx1036")
     assert not prefers()
+
+
+def test_a_build_without_hipblaslt_keeps_its_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: str) -> None:
+        raise RuntimeError("has not been compiled with hipBLASLt")
+
+    monkeypatch.setattr(torch.backends.cuda, "preferred_blas_library", refuse)
+    rocm._prefer_hipblaslt()
 
 
 def test_a_home_that_cannot_be_written_to_is_left_to_miopen(radeon: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,9 @@ from __future__ import annotations
 import copy
 import os
 import time
+import warnings
 from collections.abc import Callable, MutableMapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -74,7 +76,16 @@ def apply_defaults(environment: MutableMapping[str, str] = os.environ) -> dict[s
             except OSError:  # a home that cannot be written to: MIOpen then does as it would without us
                 continue
         environment[name] = added[name] = value
+    if "TORCH_BLAS_PREFER_HIPBLASLT" in added:
+        _prefer_hipblaslt()
     return added
+
+
+def _prefer_hipblaslt() -> None:
+    """PyTorch reads its own variable when it is imported, before us: the variable is for processes that we start."""
+    with warnings.catch_warnings(), suppress(RuntimeError):  # a build without hipBLASLt refuses: rocBLAS it is
+        warnings.simplefilter("ignore")  # the choice is announced as experimental
+        torch.backends.cuda.preferred_blas_library("hipblaslt")
 
 
 @dataclass(frozen=True)
@@ -177,35 +188,40 @@ def graphs_agree(device: torch.device, dtype: torch.dtype = torch.float16) -> tu
     if device.type != "cuda":
         return False, "graphs are for GPUs"
     try:
-        with torch.random.fork_rng(devices=[device]):
-            torch.manual_seed(1)
-            eager = _Step().to(device, dtype)
-            inputs = torch.randn(8, 2, 128, device=device, dtype=dtype)
-        captured = _Step().to(device, dtype)
-        captured.load_state_dict(eager.state_dict())
-        x, position = inputs[0].clone(), torch.zeros(1, dtype=torch.int64, device=device)
-        stream = torch.cuda.Stream(device)
-        stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream):  # libraries must have made their workspaces before the capture
-            for _ in range(3):
-                captured(x, position)
-        torch.cuda.current_stream(device).wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            out = captured(x, position)
-        captured.keys.zero_()
-        captured.values.zero_()
-        for index, wanted in enumerate(inputs):
-            expected = eager(wanted, torch.full_like(position, index))
-            x.copy_(wanted)
-            position.fill_(index)
-            graph.replay()
-            difference = (out - expected).abs().max().item()
-            if not difference <= 2e-2:  # NaN too; fp16 in another order differs by 1e-3
-                return False, f"replay {index} of a captured step differs from eager by {difference:.2g}"
-            torch.arange(1 << 16, 0, -1, device=device).sort()
+        with torch.cuda.device(device):
+            return _replay_agrees(device, dtype)
     except Exception as error:  # refusing to capture is one of the answers
         return False, f"capturing a step failed: {one_line(error)}"
+
+
+def _replay_agrees(device: torch.device, dtype: torch.dtype) -> tuple[bool, str]:
+    with torch.random.fork_rng(devices=[device]):
+        torch.manual_seed(1)
+        eager = _Step().to(device, dtype)
+        inputs = torch.randn(8, 2, 128, device=device, dtype=dtype)
+    captured = _Step().to(device, dtype)
+    captured.load_state_dict(eager.state_dict())
+    x, position = inputs[0].clone(), torch.zeros(1, dtype=torch.int64, device=device)
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):  # libraries must have made their workspaces before the capture
+        for _ in range(3):
+            captured(x, position)
+    torch.cuda.current_stream(device).wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = captured(x, position)
+    captured.keys.zero_()
+    captured.values.zero_()
+    for index, wanted in enumerate(inputs):
+        expected = eager(wanted, torch.full_like(position, index))
+        x.copy_(wanted)
+        position.fill_(index)
+        graph.replay()
+        difference = (out - expected).abs().max().item()
+        if not difference <= 2e-2:  # NaN too; fp16 in another order differs by 1e-3
+            return False, f"replay {index} of a captured step differs from eager by {difference:.2g}"
+        torch.arange(1 << 16, 0, -1, device=device).sort()
     return True, "8 replays of a captured step are what eager computes"
 
 

@@ -101,6 +101,7 @@ def _torch() -> None:
     from stapes.devices import rocm
     from stapes.devices.backend import resolve
 
+    torch.set_num_threads(1)  # on a busy machine, threads that wait for each other take a minute for a second's work
     rocm.apply_defaults()
     build: dict[str, Any] = {"version": torch.__version__, "hip": torch.version.hip, "cuda": torch.version.cuda}
     try:
