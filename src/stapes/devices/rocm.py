@@ -182,8 +182,7 @@ def graphs_agree(device: torch.device, dtype: torch.dtype = torch.float16) -> tu
     """Whether a captured graph replays what eager PyTorch computes, and if not, why.
 
     On ROCm a capture can go wrong without an error (pytorch #155684), so that the engine asks at start-up: a decoding
-    step is captured once and replayed with new inputs and positions, the second half of them after other work has
-    used the allocator.
+    step is captured once and replayed with new inputs and positions, with other work on the allocator in between.
     """
     if device.type != "cuda":
         return False, "graphs are for GPUs"
@@ -199,8 +198,7 @@ def _replay_agrees(device: torch.device, dtype: torch.dtype) -> tuple[bool, str]
         torch.manual_seed(1)
         eager = _Step().to(device, dtype)
         inputs = torch.randn(8, 2, 128, device=device, dtype=dtype)
-    captured = _Step().to(device, dtype)
-    captured.load_state_dict(eager.state_dict())
+    captured = copy.deepcopy(eager)
     x, position = inputs[0].clone(), torch.zeros(1, dtype=torch.int64, device=device)
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
