@@ -95,7 +95,7 @@ def dequantize(quantized: Quantized, dtype: torch.dtype = torch.float32) -> Tens
     """The matrix (outputs, inputs) that the numbers stand for: integer times scale, in fp32, rounded once."""
     values, scales = quantized
     if quantized.bits == 8:
-        return (values * scales.float()[:, None]).to(dtype)
+        return values.float().mul_(scales.float()[:, None]).to(dtype)
     levels = torch.cat([values & 15, values >> 4], dim=-1).to(torch.int8) - 8  # (groups, outputs, group)
     return (levels * scales.float()[..., None]).transpose(0, 1).flatten(1).to(dtype)
 

@@ -32,8 +32,9 @@ Method = Literal["auto", "tile", "scratch"]
 _MOST_TILE_ROWS = 256
 """Above this many rows the BLAS on widened weights is faster."""
 
-_SCRATCH = 1 << 23
-"""Weights that are widened at once: scratch memory is 16 MB in half precision, whatever the matrix."""
+_SCRATCH = {"cpu": 1 << 19, "cuda": 1 << 23}
+"""Weights that are widened at once: scratch memory of 16 MB in half precision, whatever the matrix. On a CPU they stay
+in its cache, which makes the output projection of Whisper base several times as fast."""
 
 
 @kernel
@@ -291,7 +292,7 @@ def quantized_linear(
         )
     else:
         out = _by_scratch(flat, weight, bias, gelu, over)
-    return out.unflatten(0, x.shape[:-1]) if x.dim() != 2 else out
+    return out.view(*x.shape[:-1], weight.outputs)
 
 
 def _by_scratch(x: Tensor, weight: Quantized, bias: Tensor | None, gelu: bool, residual: Tensor | None) -> Tensor:
@@ -300,7 +301,7 @@ def _by_scratch(x: Tensor, weight: Quantized, bias: Tensor | None, gelu: bool, r
     The scratch memory is the allocator's: layer after layer gets the same block, on each stream its own.
     """
     parts = []
-    for chosen in slices(weight.outputs, weight.inputs, _SCRATCH):
+    for chosen in slices(weight.outputs, weight.inputs, _SCRATCH[x.device.type]):
         dense = widen(weight.of(chosen), x.dtype)
         parts.append(F.linear(x, dense, None if bias is None else bias[chosen]))
     out = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)

@@ -1,0 +1,132 @@
+"""Whisper on weights of 8 or 4 bits: for GPUs of little memory, and to read fewer bytes for each token.
+
+Linear layers and the token embedding, which is the output projection too, are quantised as they are read, so that
+loading never holds more than the quantised model and one weight. Convolutions, norms, biases and positions stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from stapes.kernels import quantization
+from stapes.kernels.quantization import Quantized, quantize_int4, quantize_int8
+from stapes.kernels.quantized_linear import quantized_linear
+from stapes.models.whisper import MLP, Whisper
+from stapes.options import Precision
+
+GROUP = 32
+"""Inputs that share a scale in 4 bits."""
+
+
+class QuantizedLinear(nn.Module):
+    """A linear layer on quantised weights (outputs, inputs)."""
+
+    def __init__(self, weight: Quantized, bias: Tensor | None) -> None:
+        super().__init__()
+        self.values, self.scales = nn.Buffer(weight.values), nn.Buffer(weight.scales)
+        self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
+
+    @property
+    def quantized(self) -> Quantized:
+        """The weights."""
+        return Quantized(self.values, self.scales)
+
+    def forward(self, x: Tensor, *, gelu: bool = False, residual: Tensor | None = None) -> Tensor:
+        """(…, inputs) → (…, outputs); GELU and a sum with ``residual`` (…, outputs) where they are asked for."""
+        return quantized_linear(x, self.quantized, self.bias, gelu=gelu, residual=residual)
+
+    def extra_repr(self) -> str:
+        weight = self.quantized
+        return f"{weight.inputs}, {weight.outputs}, {weight.bits} bits"
+
+
+class QuantizedMLP(nn.Module):
+    """Whisper's MLP, the GELU computed by the first product."""
+
+    def __init__(self, up: QuantizedLinear, down: QuantizedLinear) -> None:
+        super().__init__()
+        self.up, self.down = up, down
+
+    def forward(self, x: Tensor, *, residual: Tensor | None = None) -> Tensor:
+        """(…, width) → (…, width), with ``residual`` added if there is one."""
+        return self.down(self.up(x, gelu=True), residual=residual)
+
+
+class QuantizedEmbedding(nn.Module):
+    """Rows of the output projection, whose memory it shares."""
+
+    def __init__(self, projection: QuantizedLinear, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.projection, self.dtype = projection, dtype
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Token ids (…) → (…, width)."""
+        values, scales = self.projection.quantized
+        return (values[tokens] * scales[tokens].float()[..., None]).to(self.dtype)
+
+
+def concat(layers: list[QuantizedLinear]) -> QuantizedLinear:
+    """Layers of the same input as one, their outputs behind each other; no bias counts as zeros.
+
+    Raises ValueError for layers of different bits, groups or inputs.
+    """
+    weights = [layer.quantized for layer in layers]
+    if len({(weight.bits, weight.inputs, weight.group) for weight in weights}) > 1:
+        raise ValueError("layers of different bits or inputs cannot be one")
+    biases = [layer.bias for layer in layers]
+    given = next((bias for bias in biases if bias is not None), None)
+    bias = None
+    if given is not None:
+        bias = torch.cat(
+            [given.new_zeros(weight.outputs) if b is None else b for b, weight in zip(biases, weights, strict=True)]
+        )
+    return QuantizedLinear(quantization.concat(weights), bias)
+
+
+def quantizes(precision: Precision) -> bool:
+    """Whether a precision is one of this file's."""
+    return precision in ("int8", "int4")
+
+
+def quantizer(precision: Precision) -> Callable[[Whisper, str], None] | None:
+    """What `load_whisper` calls for each module it has read, in a precision; None where weights stay as they are."""
+    return partial(quantize_module, bits=8 if precision == "int8" else 4) if quantizes(precision) else None
+
+
+def bits_of(path: str, inputs: int, bits: int) -> int:
+    """Bits of a layer by its path in a model that is to have so many: those that suffer most keep 8."""
+    return 8 if inputs % GROUP else bits
+
+
+def quantize_module(model: Whisper, path: str, bits: int) -> None:
+    """Quantise the module at ``path``, if it is one that can be: `load_whisper` calls this as soon as it is read."""
+    module, (above, _, name) = model.get_submodule(path), path.rpartition(".")
+    decoder = model.decoder
+    if isinstance(module, nn.Linear):
+        parent = model.get_submodule(above)
+        weight = module.weight.detach()
+        quantize = quantize_int8 if bits_of(path, weight.shape[1], bits) == 8 else partial(quantize_int4, group=GROUP)
+        setattr(parent, name, QuantizedLinear(quantize(weight), module.bias))
+        if (
+            isinstance(parent, MLP)
+            and isinstance(parent.up, QuantizedLinear)
+            and isinstance(parent.down, QuantizedLinear)
+        ):
+            owner, _, leaf = above.rpartition(".")
+            setattr(model.get_submodule(owner), leaf, QuantizedMLP(parent.up, parent.down))
+    elif module is decoder.embedding and isinstance(module, nn.Embedding):
+        decoder.projection = QuantizedLinear(quantize_int8(module.weight.detach()), None)
+        decoder.embedding = QuantizedEmbedding(decoder.projection, torch.float32)  # type: ignore[assignment]
+
+
+def quantize(model: Whisper, precision: Precision) -> Whisper:
+    """Quantise all of a model that is not quantised yet, one layer at a time. Returns the model."""
+    adapt = quantizer(precision)
+    if adapt is not None:
+        for path in [path for path, module in model.named_modules() if isinstance(module, nn.Linear | nn.Embedding)]:
+            adapt(model, path)
+    return model
