@@ -216,7 +216,7 @@ def _mixed_graphics(facts: Facts) -> Iterator[Finding]:
         index = facts.kfd.index(strong[0])
         yield Finding(
             "warning",
-            "graphics inside the processor",
+            "processor graphics",
             f"{weak[0].architecture} is visible beside {strong[0].architecture}, and ROCm's libraries have no kernels "
             "for it: a library that takes it by mistake crashes",
             f"export ROCR_VISIBLE_DEVICES={index} (or switch it off in the firmware)",

@@ -74,12 +74,13 @@ def _override(name: str, pretended: str, architectures: list[str], facts: Facts)
     foreign = [real for real in dict.fromkeys(architectures) if real[:-1] != pretended[:-1]]
     same = [real for real in dict.fromkeys(architectures) if real == pretended]
     if foreign:
+        wanted = facts.amd_target if facts.amd_target in foreign else foreign[0]
         yield Finding(
             "problem",
             name,
-            f"{does}, but {', '.join(foreign)} is of another family: its kernels contain instructions that this GPU "
+            f"{does}, but {' and '.join(foreign)} is of another family: its kernels contain instructions that this GPU "
             "does not have, and crash it or hang the desktop",
-            f"unset {name} and install PyTorch for {foreign[0]}: AMD's wheels `torch[device-{foreign[0]}]`",
+            f"unset {name} and install PyTorch for {wanted}: AMD's wheels `torch[device-{wanted}]`",
         )
     elif len(same) == len(dict.fromkeys(architectures)):
         yield Finding(
