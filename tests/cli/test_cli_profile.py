@@ -37,13 +37,21 @@ def test_output_and_exit_code_are_the_commands(
     assert "transcribe a.mp3 --model tiny" in page.read_text()
 
 
-def test_json_has_stdout_for_itself(fake: FakeRecognizer, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_has_stdout_for_itself_and_needs_no_page(
+    fake: FakeRecognizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["profile", "--json", "-o", str(tmp_path / "p.html"), "transcribe", "a.mp3"]) == 0
     captured = capsys.readouterr()
     figures = json.loads(captured.out)
     assert figures["exit_code"] == 0
     assert figures["command"] == ["transcribe", "a.mp3"]
     assert "Hello there." in captured.err
+    assert figures["html"] == str(tmp_path / "p.html")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main(["profile", "--json", "transcribe", "a.mp3"]) == 0
+    assert json.loads(capsys.readouterr().out)["html"] is None
+    assert [path.name for path in tmp_path.iterdir()] == ["p.html"]
 
 
 @pytest.mark.parametrize(

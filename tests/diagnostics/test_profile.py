@@ -104,8 +104,7 @@ def made_profile(activity: Activity, **changes: Any) -> Profile:
         "wall_seconds": 0.1,
         "activity": activity,
         "memory": [
-            MemorySample(i / 10, 10**9 + i, 5 * 10**8, 6 * 10**8, 7 * 10**8, allocations=100 * i, segments=i)
-            for i in range(20)
+            MemorySample(i / 10, 10**9 + i, 5 * 10**8, 6 * 10**8, allocations=100 * i, segments=i) for i in range(20)
         ],
         "device": "Made Up 1",
         "chip": chip,
@@ -182,6 +181,7 @@ def test_work_in_other_threads_is_recorded_and_its_end_is_its_own() -> None:
             end = time.monotonic() + 0.4
             while time.monotonic() < end:
                 torch.ones(32, 32) @ torch.ones(32, 32)
+                time.sleep(0.001)
 
         thread = threading.Thread(target=multiply)
         thread.start()
@@ -193,7 +193,7 @@ def test_work_in_other_threads_is_recorded_and_its_end_is_its_own() -> None:
     mm = next(each for (name, _), each in found.activity.operators.items() if name == "aten::mm")
     assert mm.calls > 10
     assert mm.flops == mm.calls * 2 * 32**3
-    assert found.activity.recorded_seconds == pytest.approx(0.3, abs=0.15)
+    assert 0.05 < found.activity.recorded_seconds < 0.45
     assert found.wall_seconds > 0.35
     assert found.memory[-1].resident
     assert found.overall()["fp32"].fraction is None
@@ -222,6 +222,44 @@ def test_work_that_fails_is_not_swallowed_and_recording_ends() -> None:
     with pytest.raises(KeyError, match="mine"):
         profile(work, ["x"], seconds=5)
     assert profile(lambda: 0, ["x"], seconds=5).exit_code == 0
+
+
+def test_a_capture_and_the_profilers_start_or_stop_exclude_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    capturing = threading.Event()
+    clashes: list[str] = []
+
+    class Capture:
+        def __enter__(self) -> None:
+            capturing.set()
+
+        def __exit__(self, *error: object) -> None:
+            capturing.clear()
+
+    class Recording:
+        profiler = SimpleNamespace(kineto_results=SimpleNamespace(events=list))
+
+        def start(self) -> None:
+            clashes.extend(["start"] * capturing.is_set())
+
+        def stop(self) -> None:
+            clashes.extend(["stop"] * capturing.is_set())
+
+    monkeypatch.setattr(torch.cuda, "graph", Capture)
+    monkeypatch.setattr(profiling, "_profiler", Recording)
+    monkeypatch.setattr(profiling, "_LONGEST_WINDOW", 0.01)
+    before = Capture.__enter__
+
+    def work() -> int:
+        for _ in range(20):
+            with torch.cuda.graph():  # type: ignore[call-arg]
+                time.sleep(0.02)
+            time.sleep(0.002)
+        return 0
+
+    found = profile(work, ["x"])
+    assert len(found.activity.windows) > 5
+    assert not clashes
+    assert Capture.__enter__ is before
 
 
 def test_a_trace_that_cannot_be_written_and_a_profiler_that_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ def profile_command(run: Callable[[Sequence[str]], int]) -> Callable[..., int]:
         *command: Annotated[
             str, Parameter(name="COMMAND", allow_leading_hyphen=True, help="A command of stapes with its options.")
         ],
-        output: Annotated[Path, Parameter(alias="-o")] = Path("profile.html"),
+        output: Annotated[Path | None, Parameter(alias="-o")] = None,
         seconds: float = 30.0,
         after: float = 0.0,
         trace: Path | None = None,
@@ -47,7 +47,7 @@ def profile_command(run: Callable[[Sequence[str]], int]) -> Callable[..., int]:
         Parameters
         ----------
         output:
-            The HTML file to write; for --tool the name of its files.
+            The HTML file to write. Default: profile.html, and none with --json. For --tool the name of its files.
         seconds:
             How much is recorded in all, in windows of at most a second. Memory is watched to the end.
         after:
@@ -69,30 +69,39 @@ def profile_command(run: Callable[[Sequence[str]], int]) -> Callable[..., int]:
             _check(command)
             if json or trace is not None:
                 raise UsageError(f"--tool {tool} writes files of its own: leave --json and --trace out")
-            return external_profilers.run_tool(tool, command, output)
+            return external_profilers.run_tool(tool, command, output or Path("profile"))
         # Before PyTorch is imported: its profiler writes of every window to stderr otherwise.
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")
         _check(command)
-        try:
-            from stapes.diagnostics import profile_page
-        except ImportError as error:
-            raise UsageError(f"profiling needs {error.name}: pip install 'stapes[evaluate]'") from error
+        page = output or (None if json else Path("profile.html"))
+        write_html = None if page is None else _page_writer()  # before the work, which may be long
         from stapes.diagnostics.profile import profile as record
 
         terminal = Terminal()
         with contextlib.redirect_stdout(sys.stderr) if json else contextlib.nullcontext():
             found = record(lambda: run(command), command, seconds=seconds, after=after, trace=trace)
-        with shielded():
-            profile_page.write_html(found, output)
+        if page is not None and write_html is not None:
+            with shielded():
+                write_html(found, page)
         if json:
-            terminal.out(to_json({**found.summary(), "html": str(output)}) + "\n")
+            terminal.out(to_json({**found.summary(), "html": str(page) if page else None}) + "\n")
         else:
             terminal.note(_in_short(found))
-        for path in filter(None, (output, found.trace)):
+        for path in filter(None, (page, found.trace)):
             terminal.note(f"wrote {path}")
         return found.exit_code
 
     return profile
+
+
+def _page_writer() -> Callable[[Profile, Path], None]:
+    try:
+        from stapes.diagnostics.profile_page import write_html
+    except ImportError as error:
+        raise UsageError(
+            f"the page of a profile needs {error.name}: pip install 'stapes[evaluate]', or take --json alone"
+        ) from error
+    return write_html
 
 
 def _check(command: Sequence[str]) -> None:

@@ -18,15 +18,15 @@ _STEP = 0.02
 class MemorySample:
     """Bytes at one moment, ``seconds`` after the start. The GPU's are None until a process uses it.
 
-    ``allocated``: in tensors; ``reserved``: by PyTorch's allocator; ``device_used``: of the whole GPU, whoever uses it.
-    ``allocations`` and ``segments`` count since the process began: blocks given out, and calls of the driver for them.
+    ``allocated``: in tensors; ``reserved``: by PyTorch's allocator; both on all GPUs. ``allocations`` and ``segments``
+    count since the process began: blocks given out, and calls of the driver for them. The driver itself is never asked:
+    it would answer late, and not at all while a graph is captured.
     """
 
     seconds: float
     resident: int | None
     allocated: int | None = None
     reserved: int | None = None
-    device_used: int | None = None
     allocations: int | None = None
     segments: int | None = None
 
@@ -34,9 +34,9 @@ class MemorySample:
 class MemoryCurve:
     """Samples from ``start`` to ``stop``; at most ``most`` of them, evenly spread."""
 
-    def __init__(self, device: int = 0, step: float = _STEP, most: int = _MOST) -> None:
+    def __init__(self, step: float = _STEP, most: int = _MOST) -> None:
         self.samples: list[MemorySample] = []
-        self._device, self._step, self._most = device, step, max(8, most)
+        self._step, self._most = step, max(8, most)
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="stapes-memory-curve", daemon=True)
         self._begun = time.monotonic()
@@ -58,7 +58,7 @@ class MemoryCurve:
             self._take()
 
     def _take(self) -> None:
-        gpu = _gpu_memory(self._device)
+        gpu = _gpu_memory()
         self.samples.append(MemorySample(time.monotonic() - self._begun, resident_bytes(), **gpu))
         if len(self.samples) > self._most:
             del self.samples[1::2]
@@ -74,18 +74,17 @@ def resident_bytes() -> int | None:
     return pages * 4096
 
 
-def _gpu_memory(device: int) -> dict[str, Any]:
+def _gpu_memory() -> dict[str, Any]:
     if not torch.cuda.is_available() or not torch.cuda.is_initialized():
         return {}
-    try:
-        stats = torch.cuda.memory_stats(device)
-        free, total = torch.cuda.mem_get_info(device)
-    except RuntimeError:  # the device is lost, or in the middle of a capture that forbids questions
-        return {}
-    return {
-        "allocated": stats.get("allocated_bytes.all.current"),
-        "reserved": stats.get("reserved_bytes.all.current"),
-        "device_used": total - free,
-        "allocations": stats.get("allocation.all.allocated"),
-        "segments": stats.get("segment.all.allocated"),
+    names = {
+        "allocated": "allocated_bytes.all.current",
+        "reserved": "reserved_bytes.all.current",
+        "allocations": "allocation.all.allocated",
+        "segments": "segment.all.allocated",
     }
+    try:
+        stats = [torch.cuda.memory_stats(device) for device in range(torch.cuda.device_count())]
+    except RuntimeError:  # the device is lost
+        return {}
+    return {name: sum(each.get(key, 0) for each in stats) for name, key in names.items()}

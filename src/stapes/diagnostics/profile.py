@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -86,7 +86,7 @@ class Profile:
         recorded = activity.recorded_seconds
         peak = {
             name: max((value for each in self.memory if (value := getattr(each, name)) is not None), default=None)
-            for name in ("resident", "allocated", "reserved", "device_used")
+            for name in ("resident", "allocated", "reserved")
         }
         last = self.memory[-1] if self.memory else MemorySample(0.0, None)
         return {
@@ -144,20 +144,23 @@ def profile(
     window as a Chrome trace. Raises OutputError where that cannot be written, StapesError where this PyTorch cannot
     record.
     """
+    device = resolve("auto")  # first of all: it sets what AMD's libraries read once, when a GPU is first used
     recorder = _Recorder(seconds, after, trace)
-    curve = MemoryCurve(torch.cuda.current_device() if torch.cuda.is_available() else 0)
-    curve.start()
-    recorder.start()
-    begun = time.monotonic()
-    try:
-        code = run()
-    finally:
-        wall = time.monotonic() - begun
-        memory = curve.stop()
-        recorder.stop()
+    curve = MemoryCurve()
+    with recorder.captures_excluded():
+        curve.start()
+        recorder.start()
+        begun = time.monotonic()
+        try:
+            code = run()
+        finally:
+            wall = time.monotonic() - begun
+            memory = curve.stop()
+            recorder.stop()
     if recorder.error is not None:
         raise recorder.error
-    device = resolve("auto")
+    if not recorder.activity.kernels:
+        device = resolve("cpu")
     return Profile(
         command=list(command),
         exit_code=code,
@@ -180,11 +183,12 @@ class _Recorder:
         self._seconds, self._after, self._trace = seconds, after, trace
         self._window = _FIRST_WINDOW
         self._over = threading.Event()
+        self._quiet = threading.RLock()
         self._thread = threading.Thread(target=self._run, name="stapes-profiler", daemon=True)
 
     def start(self) -> None:
         """Begin. The library of the profiler wants to be started by the main thread once."""
-        with suppress(RuntimeError):
+        with suppress(RuntimeError), self._quiet:
             first = _profiler()
             first.start()
             first.stop()
@@ -194,6 +198,36 @@ class _Recorder:
         """End the window that is open and wait for its sums."""
         self._over.set()
         self._thread.join()
+
+    @contextmanager
+    def captures_excluded(self) -> Iterator[None]:
+        """Let captures of graphs, and starts and stops of the profiler, exclude each other while the block runs.
+
+        A stop waits for the whole device, which is forbidden while any of its streams is captured, and would spoil the
+        capture.
+        """
+        graph: Any = torch.cuda.graph
+        enter, leave = graph.__enter__, graph.__exit__
+
+        def locked_enter(capture: Any) -> Any:
+            self._quiet.acquire()
+            try:
+                return enter(capture)
+            except BaseException:
+                self._quiet.release()
+                raise
+
+        def locked_leave(capture: Any, *error: Any) -> Any:
+            try:
+                return leave(capture, *error)
+            finally:
+                self._quiet.release()
+
+        graph.__enter__, graph.__exit__ = locked_enter, locked_leave
+        try:
+            yield
+        finally:
+            graph.__enter__, graph.__exit__ = enter, leave
 
     def _run(self) -> None:
         begun = time.monotonic()
@@ -211,11 +245,13 @@ class _Recorder:
 
     def _record(self, begun: float, length: float) -> None:
         profiler = _profiler()
-        profiler.start()
+        with self._quiet:
+            profiler.start()
         start = time.monotonic()
         self._over.wait(length)
-        took = time.monotonic() - start
-        profiler.stop()
+        with self._quiet:
+            took = time.monotonic() - start
+            profiler.stop()
         if self._trace is not None and not self.activity.windows:
             _export(profiler, self._trace)
         inner: Any = profiler.profiler
