@@ -6,10 +6,12 @@ import os
 import re
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
@@ -26,6 +28,7 @@ from stapes.errors import ModelError, UsageError
 from stapes.inference.ingest import Ingest, Job, name_of
 from stapes.inference.packed import is_worth_packing, pack_module
 from stapes.inference.recording import Model
+from stapes.inference.requests import Priority
 from stapes.inference.scheduler import Scheduler
 from stapes.inference.torch_whisper import TorchWhisperEngine
 from stapes.options import Backend, Precision, TranscribeOptions
@@ -162,7 +165,7 @@ def _default_slots(device: Device) -> int:
 
 
 class Recognizer:
-    """A loaded model. One call at a time uses it; others wait their turn."""
+    """A loaded model. Any number of threads may call it at the same time: their windows share the device."""
 
     def __init__(
         self,
@@ -179,7 +182,7 @@ class Recognizer:
         self._detector: VoiceActivityDetector | None = None
         self._slots = engine.slots
         self._lock = threading.Lock()
-        self._user: int | None = None  # the thread whose call holds the lock
+        self._scheduler = Scheduler(engine, slots=engine.slots, resize=partial(_resize, engine))
 
     def transcribe(
         self,
@@ -188,17 +191,21 @@ class Recognizer:
         *,
         sample_rate: int | None = None,
         progress: Progress | None = None,
+        priority: Priority = "interactive",
         **changes: Any,
     ) -> Transcript:
         """Transcribe one recording.
 
         audio: a path, ``"-"`` for standard input, bytes, a file object, or samples with ``sample_rate``. Options come
-        as one object or by name (``word_timestamps=True``). Raises AudioError when the recording cannot be read;
-        damaged ones give what could be read, with ``warnings``.
+        as one object or by name (``word_timestamps=True``). priority: beside other calls, "interactive" goes first and
+        "bulk" takes what is left. Raises AudioError when the recording cannot be read; damaged ones give what could be
+        read, with ``warnings``.
         """
         from stapes.errors import AudioError
 
-        (transcript,) = self._run([(audio, sample_rate)], _options(options, changes), progress, workers=1)
+        inputs = [(audio, sample_rate)]
+        with closing(self._run(inputs, _options(options, changes), progress, priority, workers=1)) as results:
+            (transcript,) = results
         if transcript.error is not None:
             raise AudioError(transcript.error)
         return transcript
@@ -210,18 +217,23 @@ class Recognizer:
         *,
         sample_rate: int | None = None,
         progress: Progress | None = None,
+        priority: Priority = "bulk",
         **changes: Any,
     ) -> Iterator[Transcript]:
         """Transcribe recordings together; yield each as it is done, in any order.
 
-        ``path`` tells which it is. A recording that fails is yielded with ``error`` set and stops no other. Closing
-        the iterator cancels what is left.
+        ``path`` tells which it is. A recording that fails is yielded with ``error`` set and stops no other. The work
+        goes on between one result and the next, a few recordings ahead of the caller; closing the iterator cancels what
+        is left. priority: as in ``transcribe``. ``batch_size`` beside other calls: at most so many windows of this one
+        are decoded together.
         """
         inputs = ((source, sample_rate) for source in audio)
-        yield from self._run(inputs, _options(options, changes), progress, workers=_workers())
+        yield from self._run(inputs, _options(options, changes), progress, priority, workers=_workers())
 
     def close(self) -> None:
-        """Let go of the model and its memory."""
+        """Let go of the model and its memory. Calls that are not over fail with UsageError."""
+        if not self._scheduler.close():
+            return  # in the middle of a long operation, which needs that memory
         self.engine.lanes.clear()
         if self.device.backend != "cpu":
             torch.cuda.empty_cache()
@@ -237,36 +249,34 @@ class Recognizer:
         inputs: Iterable[tuple[AudioSource, int | None]],
         options: TranscribeOptions,
         progress: Progress | None,
+        priority: Priority,
         workers: int,
-    ) -> Iterator[Transcript]:
+    ) -> Generator[Transcript, None, None]:
+        if priority not in get_args(Priority):
+            raise UsageError(f"priority is {priority!r}: say {' or '.join(get_args(Priority))}")
         options = self._check(options)
         progress = progress or Silent()
-        if options.vad and self._detector is None:
-            self._detector = VoiceActivityDetector(threads=_workers())
         model = Model(self.tokenizer, self.config.text_context, self._suppress(options))
-        if self._user == threading.get_ident():
-            raise UsageError(
-                "this recogniser is in the middle of a transcription: finish or close the iterator of transcribe_many "
-                "before the next call, or load a second one"
-            )
+        ingest = Ingest(
+            inputs,
+            model,
+            options,
+            self._speech_detector() if options.vad else None,
+            progress,
+            workers=workers,
+            ahead=2 * (options.batch_size or self._slots) + workers,
+        )
+        # The thread that drives the engine is to work as this one would.
+        prepare = partial(_settle_thread, self.device.torch, torch.get_num_threads())
+        with closing(self._scheduler.run(ingest, priority, options.batch_size, prepare)) as jobs:
+            for job in jobs:
+                yield self._transcript(job, progress)
+
+    def _speech_detector(self) -> VoiceActivityDetector:
         with self._lock:
-            self._user = threading.get_ident()
-            self._resize(options.batch_size or self._slots)
-            ingest = Ingest(
-                inputs,
-                model,
-                options,
-                self._detector if options.vad else None,
-                progress,
-                workers=workers,
-                ahead=2 * self.engine.slots + workers,
-            )
-            try:
-                for job in Scheduler(self.engine).run(ingest):
-                    yield self._transcript(job, progress)
-            finally:
-                ingest.stop()
-                self._user = None
+            if self._detector is None:
+                self._detector = VoiceActivityDetector(threads=_workers())
+            return self._detector
 
     def _check(self, options: TranscribeOptions) -> TranscribeOptions:
         """Refuse what this model cannot do, before any work is done."""
@@ -284,12 +294,6 @@ class Recognizer:
             if self.config.decoder_layers < self.config.encoder_layers:
                 raise UsageError(f"{self.name} was not trained to translate: use base, small, medium or large-v3")
         return replace(options, language=language)
-
-    def _resize(self, slots: int) -> None:
-        """Make the engine decode that many windows together. Only while nothing runs: it drops all slots."""
-        if slots != self.engine.slots:
-            self.engine.lanes.clear()
-            self.engine.slots = slots
 
     def _suppress(self, options: TranscribeOptions) -> tuple[int, ...]:
         ids: set[int] = set()
@@ -341,6 +345,19 @@ class Recognizer:
             warnings=warnings,
             damaged=job.damaged or (job.error is not None and bool(segments)),
         )
+
+
+def _resize(engine: TorchWhisperEngine, slots: int) -> None:
+    """Make an engine decode that many windows together. Only while it holds none: it drops all slots."""
+    engine.lanes.clear()
+    engine.slots = slots
+
+
+def _settle_thread(device: torch.device, threads: int) -> None:
+    """Give a new thread what belongs to a thread: PyTorch's number of threads, and the GPU that is meant."""
+    torch.set_num_threads(threads)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
 
 
 def _in_all(channels: list[list[tuple[float, float]]]) -> list[tuple[float, float]]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -73,7 +73,10 @@ def name_of(source: AudioSource) -> str:
 
 
 class Ingest:
-    """Worker threads that read jobs in order and hand their windows to one scheduling thread."""
+    """Worker threads that read jobs in order and hand their windows to one scheduling thread.
+
+    ahead: jobs that are read and not collected by the caller yet, at most.
+    """
 
     def __init__(
         self,
@@ -92,7 +95,8 @@ class Ingest:
         self.ahead = ahead
         self.changed = threading.Condition()
         self.jobs: list[Job] = []
-        self._changes = 0
+        self._uncollected = 0
+        self._listener: Callable[[], None] = _nobody
         self._input_lock = threading.Lock()
         self._inputs: Iterator[tuple[AudioSource, int | None]] = iter(inputs)
         self._exhausted = False
@@ -101,6 +105,11 @@ class Ingest:
         self.threads = [threading.Thread(target=self._work, daemon=True, name=f"ingest-{i}") for i in range(workers)]
         for thread in self.threads:
             thread.start()
+
+    def listen(self, listener: Callable[[], None]) -> None:
+        """Call this, from any thread, whenever there may be a new window or a job that is done."""
+        with self.changed:
+            self._listener = listener
 
     # The scheduling thread.
 
@@ -117,18 +126,19 @@ class Ingest:
                     self._notify()
                     continue
                 if window is not None:
-                    self._notify()
+                    self._wake_workers()
                     return window
         return None
 
     def finished(self) -> list[Job]:
-        """Jobs that are done; each is returned once."""
+        """Jobs that are done; each is returned once. When there are none, raises what ended the inputs, if anything."""
         with self.changed:
             done = [job for job in self.jobs if job.done]
             if done:
                 self.jobs = [job for job in self.jobs if job not in done]
-                self._notify()
-            if self._failure is not None:
+                self._uncollected += len(done)
+                self._wake_workers()
+            elif self._failure is not None:
                 raise self._failure
         for job in done:
             error = next((recording.error for recording in job.channels if recording.error is not None), None)
@@ -144,7 +154,7 @@ class Ingest:
                 if seconds > job.reported:
                     self.progress.advance(seconds - job.reported)
                     job.reported = seconds
-            self._notify()
+            self._wake_workers()
 
     @property
     def over(self) -> bool:
@@ -152,32 +162,34 @@ class Ingest:
         with self.changed:
             return self._exhausted and not self.jobs
 
-    @property
-    def changes(self) -> int:
-        """Grows with everything that may give the scheduling thread work."""
+    def collected(self) -> None:
+        """The caller has taken a job: another one may be read."""
         with self.changed:
-            return self._changes
+            self._uncollected -= 1
+            self._wake_workers()
 
-    def wait(self, seen: int, seconds: float) -> None:
-        """Sleep until something has changed since ``changes`` was ``seen``."""
-        with self.changed:
-            if self._changes == seen:
-                self.changed.wait(seconds)
-
-    def stop(self) -> None:
-        """Give up: threads end at their next chunk. One that waits for its input is left behind."""
+    def abandon(self) -> None:
+        """Give up: threads end at their next chunk."""
         with self.changed:
             self._stopped = True
-            self._notify()
+            self._wake_workers()
+
+    def stop(self) -> None:
+        """Give up, and wait for the threads. One that waits for its input is left behind."""
+        self.abandon()
         patience = time.monotonic() + _STOP_SECONDS
         for thread in self.threads:
             if thread is not threading.current_thread():  # the garbage collector may have closed us there
                 thread.join(max(0.0, patience - time.monotonic()))
 
+    def _wake_workers(self) -> None:
+        with self.changed:
+            self.changed.notify_all()
+
     def _notify(self) -> None:
         with self.changed:
-            self._changes += 1
             self.changed.notify_all()
+            self._listener()
 
     # The worker threads.
 
@@ -210,7 +222,7 @@ class Ingest:
         # The inputs may be slow to come; only the workers wait for them, not the scheduling thread.
         with self._input_lock:
             with self.changed:
-                while len(self.jobs) >= self.ahead and not self._stopped:
+                while len(self.jobs) + self._uncollected >= self.ahead and not self._stopped:
                     self.changed.wait()
                 if self._stopped or self._exhausted:
                     return None
@@ -275,6 +287,10 @@ class Ingest:
             while not final and not self._stopped and max(r.backlog for r in job.channels) > _BACKLOG:
                 self.changed.wait()
             return not self._stopped
+
+
+def _nobody() -> None:
+    """Listens to what nobody listens to."""
 
 
 def _regroup(stream: Iterable[np.ndarray]) -> Iterator[np.ndarray]:

@@ -1,183 +1,151 @@
-"""Mixes the windows of all recordings on one engine.
+"""Any number of calls on one engine, which one thread drives.
 
-Windows are encoded in small batches as slots become free, join the decoder at once, and leave it when they end.
-A window whose attempt failed goes to the front of the queue for its next temperature. Nothing waits while the engine
-could work.
+A call submits its `Ingest` and iterates over the `Request` that it gets. The driving thread begins with the first
+request and ends with the last, so that an idle recogniser has no thread and holds nobody up. Which window comes when is
+the `Mixer`'s business.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator
-from typing import Any
+import atexit
+import threading
+import weakref
+from collections.abc import Callable, Generator
 
-from stapes.inference.engine import DecodeRequest, Engine
+from stapes.errors import UsageError
+from stapes.inference.engine import Engine
 from stapes.inference.ingest import Ingest, Job
-from stapes.inference.recording import Draft, Window
+from stapes.inference.mixer import Mixer
+from stapes.inference.requests import Bell, Priority, Request
 
-_RETRIES_WAITING = 32
-"""Windows that may wait for their next temperature before new ones are held back; each holds some MB of encoding."""
+_PATIENCE_SECONDS = 5.0
+"""How long closing waits for the driving thread, which may be in the middle of a long operation of the engine."""
+
+_DOZE_SECONDS = 0.2
+"""The longest sleep of the driving thread while it has requests; everything that gives it work wakes it."""
+
+_schedulers: weakref.WeakSet[Scheduler] = weakref.WeakSet()
 
 
 class Scheduler:
-    """Drives an engine through the windows that an `Ingest` provides."""
+    """Owns an engine: only its driving thread calls it.
 
-    def __init__(self, engine: Engine, steps: int = 1) -> None:
-        self.engine, self.steps = engine, steps
-        self.encoded: deque[Window] = deque()
-        self.slots: dict[Any, Window] = {}
+    steps: tokens written in each slot from one scheduling point to the next; None asks the engine
+    (``steps_per_look``), one where it does not say. slots: how many the engine has; ``resize(count)`` makes them anew
+    while nothing is in them.
+    """
 
-    def run(self, ingest: Ingest) -> Iterator[Job]:
-        """Transcribe everything; yield each job as it is done."""
-        try:
-            while True:
-                seen = ingest.changes
-                worked = self._encode(ingest)
-                worked |= self._admit()
-                if self.slots:
-                    self.engine.step(self.steps)
-                    if self._harvest():
-                        ingest.completed()
-                    worked = True
-                yield from ingest.finished()
-                if ingest.over and not self.slots and not self.encoded:
-                    return
-                if not worked:
-                    ingest.wait(seen, 0.2)
-        finally:
-            for slot in list(self.slots):
-                self.engine.release(slot)
-            self.slots.clear()
-            self.encoded.clear()
+    def __init__(
+        self, engine: Engine, steps: int | None = None, *, slots: int = 1, resize: Callable[[int], None] | None = None
+    ) -> None:
+        self._mixer = Mixer(engine, steps or getattr(engine, "steps_per_look", 1), slots, resize)
+        self._lock = threading.Lock()
+        self._arrivals: list[Request] = []
+        self._thread: threading.Thread | None = None
+        self._closing = False
+        self._bell = Bell()
+        _schedulers.add(self)
 
-    def _encode(self, ingest: Ingest) -> bool:
-        """Encode the next windows, as many as the engine likes at once, when there is or will soon be room."""
-        batch: list[Window] = []
-        # Those that are to be tried again wait for slots of another kind: they must not keep new ones from theirs.
-        while (
-            sum(not window.attempts for window in self.encoded) + len(batch) < self.engine.encoder_batch
-            and sum(bool(window.attempts) for window in self.encoded) < _RETRIES_WAITING
-        ):
-            window = ingest.take()
-            if window is None:
-                break
-            if window.encoded is not None:  # its language was not known; now it is
-                self.encoded.append(window)
-            else:
-                batch.append(window)
-        if not batch:
-            return bool(self.encoded) and not self.slots
-        for window, encoded in zip(batch, self.engine.encode([window.pcm for window in batch]), strict=True):
-            window.encoded = encoded
-        unknown = [window for window in batch if window.recording.language is None]
-        self.encoded.extend(window for window in batch if window not in unknown)
-        if unknown:
-            votes = self.engine.detect_language([window.encoded for window in unknown])
-            for window, vote in zip(unknown, votes, strict=True):
-                window.recording.vote(window, vote)
-        return True
+    def run(
+        self,
+        ingest: Ingest,
+        priority: Priority = "bulk",
+        batch_size: int | None = None,
+        prepare: Callable[[], None] | None = None,
+    ) -> Generator[Job, None, None]:
+        """Transcribe everything; yield each job as it is done. Closing the iterator cancels what is left.
 
-    def _admit(self) -> bool:
-        """Put encoded windows into free slots, together with others of the same kind."""
-        admitted = False
-        while self.encoded:
-            request = self.encoded[0].recording.request(self.encoded[0])
-            room = self.engine.free_slots(request)
-            group: list[tuple[Window, DecodeRequest]] = []
-            kept: deque[Window] = deque()
-            for window in self.encoded:
-                candidate = window.recording.request(window)
-                if len(group) < room and _kind(candidate) == _kind(request):
-                    group.append((window, candidate))
-                else:
-                    kept.append(window)
-            if not group:
-                # The first kind is full: let others pass it.
-                return self._admit_other(_kind(request)) or admitted
-            self.encoded = kept
-            self._enter(group)
-            admitted = True
-        return admitted
-
-    def _admit_other(self, full: tuple[int, bool]) -> bool:
-        group: list[tuple[Window, DecodeRequest]] = []
-        for window in self.encoded:
-            request = window.recording.request(window)
-            kind = _kind(request)
-            if (
-                kind != full
-                and (not group or kind == _kind(group[0][1]))
-                and len(group) < self.engine.free_slots(request)
-            ):
-                group.append((window, request))
-        taken = {id(window) for window, _ in group}
-        self.encoded = deque(window for window in self.encoded if id(window) not in taken)
-        if group:
-            self._enter(group)
-        return bool(group)
-
-    def _enter(self, group: list[tuple[Window, DecodeRequest]]) -> None:
-        requests = [request for _, request in group]
-        slots = self.engine.admit(requests, [window.encoded for window, _ in group])
-        self.slots.update(zip(slots, (window for window, _ in group), strict=True))
-
-    def _harvest(self) -> bool:
-        """Take what has ended: try again, or give it its words and hand it back. Whether there was any.
-
-        An error in handling a window is its recording's end, and no other's.
+        As `submit` otherwise.
         """
-        ready: list[tuple[Any, Window, Draft]] = []
-        wanted: list[tuple[Any, Window, Draft, list[int], list[int]]] = []
-        retries: list[Window] = []
-        harvested = self.engine.harvest()
-        for slot, result in harvested:
-            window = self.slots[slot]
+        request = self.submit(ingest, priority, batch_size, prepare)
+        try:
+            yield from request
+        finally:
+            request.close()
+
+    def submit(
+        self,
+        ingest: Ingest,
+        priority: Priority = "bulk",
+        batch_size: int | None = None,
+        prepare: Callable[[], None] | None = None,
+    ) -> Request:
+        """Begin to transcribe everything that ``ingest`` reads, beside all other requests.
+
+        batch_size: windows decoded together. Where nothing else runs the engine is made to have so many slots; beside
+        other requests this one never occupies more. prepare: called first in the driving thread, if one is begun now.
+        """
+        request = Request(self, ingest, priority, batch_size)
+        with self._lock:
+            self._arrivals.append(request)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._drive, args=(prepare,), name="stapes-engine", daemon=True)
+                self._thread.start()
+        self.ring(urgent=True)
+        return request
+
+    def close(self) -> bool:
+        """End all requests, with an error in those that are not over; False: the engine is still at work.
+
+        The scheduler may be used again.
+        """
+        with self._lock:
+            thread = self._thread
+            self._closing = thread is not None
+        if thread is None or thread is threading.current_thread():
+            return True
+        self.ring(urgent=True)
+        thread.join(_PATIENCE_SECONDS)
+        return not thread.is_alive()
+
+    def ring(self, *, urgent: bool) -> None:
+        """Wake the driving thread. urgent: it is to come to its next scheduling point soon."""
+        if urgent:
+            self._mixer.urgent = True
+        self._bell.ring()
+
+    @property
+    def is_current_thread(self) -> bool:
+        """Whether this is the driving thread."""
+        return self._thread is threading.current_thread()
+
+    def _drive(self, prepare: Callable[[], None] | None) -> None:
+        while self._welcome():
+            seen = self._bell.rung
             try:
-                draft = window.recording.judge(window, result)
-                words = None if draft is None else window.recording.words_wanted(window, draft)
-            except Exception as error:
-                self._free(slot)
-                window.recording.fail(error, window)
-                continue
-            if draft is None:
-                retries.append(window)
-                self._free(slot)
-            elif words is None:
-                ready.append((slot, window, draft))
+                if prepare is not None:
+                    prepare()
+                    prepare = None
+                worked = self._mixer.point()
+            except BaseException as error:  # whatever it is, every caller must hear of it
+                self._drop_all(error)
             else:
-                wanted.append((slot, window, draft, *words))
-        alignments = self.engine.align([w[0] for w in wanted], [w[3] for w in wanted], [w[4] for w in wanted])
-        for (slot, window, draft, prompt, _), alignment in zip(wanted, alignments, strict=True):
-            try:
-                window.recording.add_words(window, draft, prompt, alignment)
-            except Exception as error:
-                self._free(slot)
-                window.recording.fail(error, window)
-            else:
-                ready.append((slot, window, draft))
-        for slot, window, draft in ready:
-            self._free(slot)
-            try:
-                window.recording.complete(window, draft)
-            except Exception as error:
-                window.recording.fail(error, window)
-        self._retry(retries)
-        return bool(harvested)
+                if not worked and self._mixer.requests:
+                    self._bell.wait(seen, _DOZE_SECONDS)
 
-    def _retry(self, windows: list[Window]) -> None:
-        """Put windows in front for their next attempt; encode those again that get a second look."""
-        unseen = [window for window in windows if window.encoded is None]
-        for first in range(0, len(unseen), self.engine.encoder_batch):
-            batch = unseen[first : first + self.engine.encoder_batch]
-            encodings = self.engine.encode([window.pcm for window in batch], again=True)
-            for window, encoded in zip(batch, encodings, strict=True):
-                window.encoded = encoded
-        self.encoded.extendleft(reversed(windows))
+    def _welcome(self) -> bool:
+        """Take up new requests. False: there are none at all, and the driving thread is no more."""
+        with self._lock:
+            arrivals, self._arrivals = self._arrivals, []
+            for request in arrivals:
+                self._mixer.add(request)
+            closing, self._closing = self._closing, False
+            if not closing:
+                if not self._mixer.requests:
+                    self._thread = None
+                return self._thread is not None
+        self._drop_all(UsageError("the recogniser was closed before this call had ended"))
+        return self._welcome()
 
-    def _free(self, slot: Any) -> None:
-        del self.slots[slot]
-        self.engine.release(slot)
+    def _drop_all(self, error: BaseException) -> None:
+        for request in self._mixer.requests:
+            self._mixer.drop(request, error)
 
 
-def _kind(request: DecodeRequest) -> tuple[int, bool]:
-    return request.candidates, request.is_beam
+def _close_all() -> None:
+    """The interpreter ends: no engine may be at work while it is taken apart."""
+    for scheduler in list(_schedulers):
+        scheduler.close()
+
+
+atexit.register(_close_all)

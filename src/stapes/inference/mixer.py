@@ -1,0 +1,367 @@
+"""The windows of all requests on one engine, mixed.
+
+At every *scheduling point* (`Mixer.point`) requests that were cancelled leave, waiting windows are encoded and put into
+free slots, all slots write a few tokens, and windows that have ended go home or come back for their next attempt.
+Nothing waits while the engine could work. Who is next is decided in `queues`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from stapes.inference.engine import Engine
+from stapes.inference.queues import Queue, Queues
+from stapes.inference.recording import Draft, Window
+from stapes.inference.requests import Request, Task
+
+_PARKED = 32
+"""Windows that may keep their encodings until others have told the language; more are encoded again."""
+
+_STUCK = 100
+"""Scheduling points with nothing in slots at which the engine may refuse every window that waits."""
+
+
+class Mixer:
+    """Drives an engine through the windows of requests; all in one thread.
+
+    steps: tokens written in each slot from one scheduling point to the next. resize: makes the engine's slots anew, so
+    many; called while no window is on its way. slots: how many the engine has.
+    """
+
+    def __init__(self, engine: Engine, steps: int, slots: int, resize: Callable[[int], None] | None) -> None:
+        self.engine, self.steps = engine, steps
+        self.queues = Queues()
+        self.queues.slots = slots
+        self.slots: dict[Any, Task] = {}
+        self.urgent = False
+        """Another thread wants the next scheduling point soon."""
+
+        self._resize, self._default_slots = resize, slots
+        self._in_doubt = False  # an operation on slots has failed: they must be made anew
+        self._parked: dict[Window, Request] = {}  # encoded, until the language is known
+        self._stuck = 0
+
+    @property
+    def requests(self) -> list[Request]:
+        """All that are not over."""
+        return self.queues.requests
+
+    def add(self, request: Request) -> None:
+        """Take up a request."""
+        self.queues.of(request).requests.append(request)
+
+    def drop(self, request: Request, error: BaseException | None = None) -> None:
+        """End a request now, and free all it holds."""
+        if request.ended:
+            return
+        queue = self.queues.of(request)
+        queue.requests.remove(request)
+        for slot in [slot for slot, task in self.slots.items() if task.owner is request]:
+            self._free(slot)
+        queue.remove(request.tasks)
+        for task in request.tasks:
+            task.window.encoded = None
+        request.tasks.clear()
+        for window in [window for window, owner in self._parked.items() if owner is request]:
+            del self._parked[window]
+            window.encoded = None
+        request.ingest.abandon()
+        request.end(error)
+
+    def point(self) -> bool:
+        """One scheduling point. Whether there was anything to do."""
+        self.urgent = False
+        for request in self.requests:
+            if request.cancelled:
+                self.drop(request)
+        self._fit()
+        worked = self._look_again()
+        worked |= self._admit()
+        worked |= self._fill()
+        worked |= self._preempt()
+        if self.slots:
+            self._write()
+            worked = True
+        self._deliver()
+        self._check_stuck(worked)
+        return worked
+
+    def _fit(self) -> None:
+        """Give the engine as many slots as the requests ask for, at a moment when nothing is on its way.
+
+        While something is, a request that asks for fewer is kept to them, and one that asks for more has what there is.
+        """
+        requests = self.requests
+        if self._resize is None or not requests or self._parked or any(request.tasks for request in requests):
+            return
+        wanted = max(request.batch_size or self._default_slots for request in requests)
+        if wanted != self.queues.slots or self._in_doubt:
+            self._resize(wanted)
+            self.queues.slots, self._in_doubt = wanted, False
+
+    # Encoding.
+
+    def _fill(self) -> bool:
+        """Encode as long as there is, or will soon be, room: windows in slots wait for it, empty slots cost more.
+
+        Where interactive windows are being written, they wait for one batch of bulk ones at a time.
+        """
+        interactive, worked = self.queues.interactive, False
+        while True:
+            for queue in self.queues:
+                self._stage(queue)
+            batch = self.queues.next_to_encode(self.engine.encoder_batch)
+            if not batch:
+                return worked
+            self._apart(batch, self._encode)
+            self._admit()
+            worked = True
+            if self.urgent or (batch[0].owner.priority == "bulk" and interactive.is_active):
+                return worked
+
+    def _stage(self, queue: Queue) -> None:
+        """Take the windows that could be encoded next, a batch at most."""
+        batch = self.engine.encoder_batch
+        while self.queues.wants_more(queue) and len(queue.staged) < batch and self.queues.waiting(queue) < batch:
+            task = self.queues.take(queue, batch)
+            if task is None:
+                return
+            self._parked.pop(task.window, None)
+            if task.window.encoded is not None:  # its language was not known; now it is
+                self._enqueue(task)
+            else:
+                queue.staged.append(task)
+
+    def _encode(self, tasks: Sequence[Task]) -> None:
+        encodings = self.engine.encode([task.window.pcm for task in tasks])
+        for task, encoded in zip(tasks, encodings, strict=True):
+            task.window.encoded = encoded
+        unknown = [task for task in tasks if task.window.recording.language is None]
+        for task in tasks:
+            if task not in unknown:
+                self._enqueue(task)
+        if unknown:
+            self._apart(unknown, self._ask_language)
+
+    def _ask_language(self, tasks: Sequence[Task]) -> None:
+        votes = self.engine.detect_language([task.window.encoded for task in tasks])
+        for task, vote in zip(tasks, votes, strict=True):
+            task.window.recording.vote(task.window, vote)
+            task.owner.tasks.discard(task)
+            if len(self._parked) >= _PARKED:
+                self._parked = {each: owner for each, owner in self._parked.items() if each.recording.error is None}
+            if len(self._parked) >= _PARKED:
+                task.window.encoded = None
+            self._parked[task.window] = task.owner
+            task.owner.touch()
+
+    def _enqueue(self, task: Task) -> None:
+        """Put an encoded window where it waits for a slot."""
+        try:
+            task.attempt = task.window.recording.request(task.window)
+        except Exception as error:
+            self._lose(task, error)
+        else:
+            queue = self.queues.of(task.owner)
+            (queue.returned if task.returned else queue.fresh).append(task)
+
+    def _look_again(self) -> bool:
+        """Encode once more what gets a second look: these windows go first, so that their recordings can end."""
+        worked = False
+        for queue in self.queues:
+            while queue.again:
+                batch = [queue.again.popleft() for _ in range(min(self.engine.encoder_batch, len(queue.again)))]
+                self._apart(batch, self._encode_again)
+                worked = True
+                if queue is self.queues.bulk and self.queues.interactive.is_active:
+                    break
+        return worked
+
+    def _encode_again(self, tasks: Sequence[Task]) -> None:
+        encodings = self.engine.encode([task.window.pcm for task in tasks], again=True)
+        for task, encoded in zip(tasks, encodings, strict=True):
+            task.window.encoded = encoded
+            self._enqueue(task)
+
+    # Slots.
+
+    def _admit(self) -> bool:
+        """Put encoded windows into free slots, together with others of the same kind."""
+        admitted = False
+        for kind, attempt in {task.kind: task.attempt for task in self.queues.ready()}.items():
+            assert attempt is not None
+            room = self.engine.free_slots(attempt)
+            group = self.queues.next_to_enter(kind, room) if room > 0 else []
+            if group:
+                for queue in self.queues:
+                    queue.remove(set(group))
+                self._apart(group, self._enter)
+                admitted = True
+        return admitted
+
+    def _enter(self, tasks: Sequence[Task]) -> None:
+        attempts = [task.attempt for task in tasks if task.attempt is not None]
+        slots = self.engine.admit(attempts, [task.window.encoded for task in tasks])
+        for slot, task in zip(slots, tasks, strict=True):
+            self.slots[slot] = task
+            task.owner.occupied[task.kind] += 1
+            self.queues.of(task.owner).in_slots += 1
+
+    def _preempt(self) -> bool:
+        """Let interactive windows that wait for the second time have slots of bulk ones."""
+        leaving = self.queues.to_preempt(self.slots)
+        for slot in leaving:
+            task = self._free(slot)
+            task.preempted = task.returned = True
+            self.queues.bulk.returned.appendleft(task)
+        return bool(leaving) and self._admit()
+
+    def _free(self, slot: Any) -> Task:
+        task = self.slots.pop(slot)
+        task.owner.occupied[task.kind] -= 1
+        self.queues.of(task.owner).in_slots -= 1
+        try:
+            self.engine.release(slot)
+        except Exception:
+            self._in_doubt = True  # nobody is hurt yet; a slot may be lost until all are made anew
+        return task
+
+    # Writing.
+
+    def _write(self) -> None:
+        """Write some tokens, then take what has ended."""
+        try:
+            self.engine.step(self.steps)
+            harvested = self.engine.harvest()
+        except Exception as error:  # no one knows what the slots hold now
+            self._in_doubt = True
+            for request in self.requests:
+                if request.tasks:
+                    self.drop(request, error)
+            return
+        ready: list[tuple[Any, Task, Draft]] = []
+        wanted: list[tuple[Any, Task, Draft, list[int], list[int]]] = []
+        touched: dict[Request, None] = {}
+        for slot, result in harvested:
+            task = self.slots.get(slot)
+            if task is None:
+                continue
+            touched[task.owner] = None
+            window = task.window
+            try:
+                draft = window.recording.judge(window, result)
+                words = None if draft is None else window.recording.words_wanted(window, draft)
+            except Exception as error:
+                self._free(slot)
+                self._lose(task, error)
+                continue
+            if draft is None:
+                self._free(slot)
+                self._return(task)
+            elif words is None:
+                ready.append((slot, task, draft))
+            else:
+                wanted.append((slot, task, draft, *words))
+        ready += self._add_words(wanted)
+        for slot, task, draft in ready:
+            if task.owner.ended:
+                continue
+            self._free(slot)
+            try:
+                task.window.recording.complete(task.window, draft)
+            except Exception as error:
+                self._lose(task, error)
+            else:
+                task.owner.tasks.discard(task)
+        for request in touched:
+            self._report(request)
+
+    def _add_words(
+        self, wanted: Sequence[tuple[Any, Task, Draft, list[int], list[int]]]
+    ) -> list[tuple[Any, Task, Draft]]:
+        """Give drafts their words; those that got them."""
+        if not wanted:
+            return []
+        try:
+            alignments = self.engine.align([w[0] for w in wanted], [w[3] for w in wanted], [w[4] for w in wanted])
+        except Exception as error:
+            if len(wanted) > 1:
+                return [found for each in wanted if not each[1].owner.ended for found in self._add_words([each])]
+            self.drop(wanted[0][1].owner, error)
+            return []
+        ready = []
+        for (slot, task, draft, prompt, _), alignment in zip(wanted, alignments, strict=True):
+            try:
+                task.window.recording.add_words(task.window, draft, prompt, alignment)
+            except Exception as error:
+                self._free(slot)
+                self._lose(task, error)
+            else:
+                ready.append((slot, task, draft))
+        return ready
+
+    def _return(self, task: Task) -> None:
+        """Let a window wait for its next attempt, or for a second look at it."""
+        task.returned, task.passed_over = True, False
+        if task.window.encoded is None:
+            self.queues.of(task.owner).again.append(task)
+        else:
+            self._enqueue(task)
+
+    # Ends.
+
+    def _report(self, request: Request) -> None:
+        """Windows of a request have ended: tell its progress, and look for what follows them."""
+        request.touch()
+        try:
+            request.ingest.completed()
+        except Exception as error:  # of whoever listens to the progress
+            self.drop(request, error)
+
+    def _deliver(self) -> None:
+        """Hand jobs that are done to their callers, and end the requests that have no more."""
+        for request in self.requests:
+            try:
+                while jobs := request.finished():
+                    request.deliver(jobs)
+            except BaseException as error:  # what the caller's iterator of inputs raised is the caller's
+                self.drop(request, error)
+            else:
+                if request.ingest.over and not request.tasks:
+                    self.drop(request)
+
+    def _lose(self, task: Task, error: Exception) -> None:
+        """An error in handling a window is its recording's end, and no other's."""
+        task.owner.tasks.discard(task)
+        task.window.encoded = None
+        task.window.recording.fail(error, task.window)
+        task.owner.touch()
+
+    def _apart(self, tasks: Sequence[Task], operation: Callable[[Sequence[Task]], None]) -> None:
+        """Do something with windows together; where that fails, with halves of them.
+
+        So an error that lies with one window is its request's alone, and a shortage of memory may pass.
+        """
+        living = [task for task in tasks if not task.owner.ended]
+        if not living:
+            return
+        try:
+            operation(living)
+            return
+        except Exception as error:
+            if len(living) == 1:
+                self.drop(living[0].owner, error)
+                return
+        half = len(living) // 2
+        self._apart(living[:half], operation)
+        self._apart(living[half:], operation)
+
+    def _check_stuck(self, worked: bool) -> None:
+        """Windows that no slot can take although all are empty must not wait for ever."""
+        waiting = self.queues.ready()
+        self._stuck = self._stuck + 1 if waiting and not worked else 0
+        if self._stuck > _STUCK:
+            self._stuck, self._in_doubt = 0, True
+            for request in {task.owner for task in waiting}:
+                self.drop(request, RuntimeError("the engine has no room for a window although nothing is in its slots"))

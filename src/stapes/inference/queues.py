@@ -1,0 +1,184 @@
+"""Who is next: the windows that wait for the engine, in two classes of priority.
+
+The rules, which `Mixer` carries out:
+
+- Interactive windows are encoded and get slots before bulk ones. Where both wait for the same thing, every eighth turn
+  (`TURNS`) is bulk's, so that it never starves.
+- An interactive window that found no slot at one scheduling point takes, at the next, the slot of the bulk window that
+  was admitted last, down to bulk's eighth. That window starts again later, once at most: nothing is held in reserve,
+  and no result changes, because an attempt depends on nothing but itself.
+- Within a class the request with the fewest windows on their way is next: three seconds do not wait behind an hour.
+- Windows are encoded at once where a slot may be free for them, and in full batches where all are taken; a batch of
+  bulk windows is small where interactive ones wait.
+- Few wait with their encodings: fewer than two encoder batches of new windows in each class, and those that have been
+  in slots before, of which `_RETURNED_WAITING` hold new ones back.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+from stapes.inference.requests import Kind, Request, Task
+
+TURNS = 8
+"""One turn in so many is bulk's where interactive windows wait too."""
+
+_RETURNED_WAITING = 32
+"""Windows of a class that may wait for another attempt before new ones are held back; each holds MB of encoding."""
+
+
+@dataclass(eq=False)
+class Queue:
+    """What waits in one class of priority."""
+
+    requests: list[Request] = field(default_factory=list)
+    staged: deque[Task] = field(default_factory=deque)  # to be encoded
+    again: deque[Task] = field(default_factory=deque)  # to be encoded another way, for a second look
+    fresh: deque[Task] = field(default_factory=deque)  # encoded, for a first attempt
+    returned: deque[Task] = field(default_factory=deque)  # encoded, have been in a slot before
+    in_slots: int = 0
+
+    @property
+    def is_active(self) -> bool:
+        """Whether any window is on its way."""
+        return bool(self.in_slots or self.staged or self.again or self.fresh or self.returned)
+
+    def ready(self, kind: Kind | None = None) -> Iterator[Task]:
+        """What waits for slots (of a kind), first those that have been in one."""
+        for task in (*self.returned, *self.fresh):
+            if kind is None or task.kind == kind:
+                yield task
+
+    def remove(self, gone: set[Task]) -> None:
+        """Forget tasks, wherever they wait."""
+        for waiting in (self.staged, self.again, self.fresh, self.returned):
+            if not gone.isdisjoint(waiting):
+                kept = [task for task in waiting if task not in gone]
+                waiting.clear()
+                waiting.extend(kept)
+
+
+class Queues:
+    """Both classes, and whose turn it is."""
+
+    def __init__(self) -> None:
+        self.interactive, self.bulk = Queue(), Queue()
+        self.slots = 0
+        """How many the engine has: a request that may have as many needs no watching."""
+
+        self._encodes_passed = 0  # turns of interactive windows while bulk ones waited
+        self._slots_passed: defaultdict[Kind, int] = defaultdict(int)
+
+    def __iter__(self) -> Iterator[Queue]:
+        return iter((self.interactive, self.bulk))
+
+    def of(self, request: Request) -> Queue:
+        """The class of a request."""
+        return self.interactive if request.priority == "interactive" else self.bulk
+
+    @property
+    def requests(self) -> list[Request]:
+        """All that are not over."""
+        return [*self.interactive.requests, *self.bulk.requests]
+
+    def ready(self) -> list[Task]:
+        """All that wait for slots."""
+        return [task for queue in self for task in queue.ready()]
+
+    def take(self, queue: Queue, batch: int) -> Task | None:
+        """The next window of a class, of the request that has the fewest on their way."""
+        for request in sorted(queue.requests, key=lambda request: len(request.tasks)):
+            if self._is_limited(request) and len(request.tasks) >= (request.batch_size or 0) + batch:
+                continue
+            window = request.take()
+            if window is not None:
+                task = Task(window, request)
+                request.tasks.add(task)
+                return task
+        return None
+
+    def wants_more(self, queue: Queue) -> bool:
+        """Whether more windows of a class may be encoded, to wait beside those that are."""
+        return len(queue.returned) < _RETURNED_WAITING
+
+    def next_to_encode(self, batch: int) -> list[Task]:
+        """The windows to encode together now, of those that are staged; none when it is better to wait."""
+        interactive, bulk = self._is_due(self.interactive, batch), self._is_due(self.bulk, batch)
+        if interactive and not (bulk and self._encodes_passed >= TURNS - 1):
+            self._encodes_passed += bulk
+            queue, most = self.interactive, batch
+        elif bulk:
+            self._encodes_passed = 0
+            queue, most = self.bulk, max(1, batch // TURNS) if interactive else batch
+        else:
+            return []
+        return [queue.staged.popleft() for _ in range(min(most, len(queue.staged)))]
+
+    def waiting(self, queue: Queue) -> int:
+        """New windows of a class that wait for nothing but a slot."""
+        return sum(1 for _ in self._within_limits(queue.fresh))
+
+    def _is_due(self, queue: Queue, batch: int) -> bool:
+        # Those that are to be tried again wait for slots of another kind: they must not keep new ones from theirs.
+        waiting = self.waiting(queue)
+        if waiting >= batch or not self.wants_more(queue):
+            return False
+        # Encoded ones that wait have found no slot: there is time for a full batch.
+        return len(queue.staged) >= (batch if waiting else 1)
+
+    def next_to_enter(self, kind: Kind, room: int) -> list[Task]:
+        """The windows of a kind that get its free slots, so many."""
+        first = list(self._within_limits(self.interactive.ready(kind)))
+        then = deque(self._within_limits(self.bulk.ready(kind)))
+        if not first or not then:
+            self._slots_passed.pop(kind, None)
+            return [*first, *then][:room]
+        order: list[Task] = []
+        passed = self._slots_passed[kind]
+        for task in first:
+            if passed >= TURNS - 1 and then:
+                order.append(then.popleft())
+                passed = 0
+            order.append(task)
+            passed += 1
+        group = [*order, *then][:room]
+        for task in group:
+            is_bulk = self.of(task.owner) is self.bulk
+            self._slots_passed[kind] = 0 if is_bulk else self._slots_passed[kind] + 1
+        return group
+
+    def to_preempt(self, slots: Mapping[Any, Task]) -> list[Any]:
+        """The slots that bulk windows are to leave; to be asked when all that could has been admitted."""
+        waiting: defaultdict[Kind, list[Task]] = defaultdict(list)
+        for task in self._within_limits(self.interactive.ready()):
+            waiting[task.kind].append(task)
+        out: list[Any] = []
+        for kind, tasks in waiting.items():
+            entitled = sum(task.passed_over for task in tasks)
+            for task in tasks:
+                task.passed_over = True
+            of_kind = [(slot, task) for slot, task in slots.items() if task.kind == kind]
+            of_bulk = [(slot, task) for slot, task in of_kind if self.of(task.owner) is self.bulk]
+            spare = len(of_bulk) - len(of_kind) // TURNS
+            # Those admitted last have the least to write again.
+            victims = (slot for slot, task in reversed(of_bulk) if not task.preempted)
+            out += islice(victims, max(0, min(entitled, spare)))
+        return out
+
+    def _is_limited(self, request: Request) -> bool:
+        return request.batch_size is not None and request.batch_size < self.slots
+
+    def _within_limits(self, tasks: Iterable[Task]) -> Iterator[Task]:
+        """Those that their requests' batch sizes let into slots."""
+        taken: defaultdict[tuple[Request, Kind], int] = defaultdict(int)
+        for task in tasks:
+            if self._is_limited(task.owner):
+                key = task.owner, task.kind
+                taken[key] += 1
+                if taken[key] > task.owner.room(task.kind):
+                    continue
+            yield task
