@@ -131,7 +131,7 @@ class AllreduceRun(Run):
             figures = row.ours.figures
             self._log(
                 f"{one['bytes']} B: {1e6 * row.ours.wall_seconds.median:.1f} us, "
-                f"bus {figures['bus_gb_s']:.3f} GB/s, {figures['wrong_elements']:.0f} wrong"
+                f"bus {figures['bus_gb_s']:.3g} GB/s, {figures['wrong_elements']:.0f} wrong"
             )
             self.result.rows.append(row)
             yield row

@@ -111,7 +111,7 @@ def _size_line(row: CaseRow) -> str:
     check = "right" if not figures["wrong_elements"] else f"WRONG at {figures['wrong_elements']:.0f} places"
     return (
         f"{_in_bytes(row.case['bytes']):>9}  {1e6 * seconds.median:>11.1f} µs  "
-        f"algorithm {figures['algorithm_gb_s']:>8.3f} GB/s  bus {figures['bus_gb_s']:>8.3f} GB/s  {check}\n"
+        f"algorithm {figures['algorithm_gb_s']:>9.3g} GB/s  bus {figures['bus_gb_s']:>9.3g} GB/s  {check}\n"
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -125,7 +126,7 @@ def _plots(profile: Profile) -> list[Plot]:
     if calls:
         plots.append(over_time("allocator", "Memory asked for over time", "calls a second", calls))
     if profile.on_gpu:
-        rows = [(each.name[:60], [1e3 * each.seconds]) for each in profile.kernels(_BARS)]
+        rows = [(f"{n}. {_short(k.name)}", [1e3 * k.seconds]) for n, k in enumerate(profile.kernels(_BARS), 1)]
         title = "Kernels by time on the GPU"
     else:
         rows = [
@@ -136,6 +137,11 @@ def _plots(profile: Profile) -> list[Plot]:
     if rows:
         plots.append(stacked_bars("time", title, "ms", rows, ["time"], " ms"))
     return plots
+
+
+def _short(name: str) -> str:
+    """A kernel's name without its return type and the namespaces that all have in common."""
+    return re.sub(r"^void |at::native::|\(anonymous namespace\)::|<unnamed>::", "", name)
 
 
 def _allocator_lines(profile: Profile) -> list[tuple[str, list[float], list[float]]]:
