@@ -118,6 +118,10 @@ def _header(code: bytes, machine: int) -> tuple[int, int]:
     for _, offset, size in _sections(code):
         if offset + size > len(code):
             raise DamagedCode("the ELF file is cut short")
+    (segments,) = struct.unpack_from("<Q", code, 32)
+    size, count = struct.unpack_from("<HH", code, 54)
+    if segments + size * count > len(code):
+        raise DamagedCode("the ELF file has no whole table of segments")
     (flags,) = struct.unpack_from("<I", code, 48)
     return flags, code[8]
 

@@ -1,0 +1,164 @@
+"""Run in Triton's interpreter by test_interpreted.py: the kernels for features equal their references."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+import pytest
+import torch
+
+from stapes.audio.features import FFT_SIZE, HOP, log_mel_spectrogram, mel_filters
+from stapes.kernels import dft_mel, log_mel
+from stapes.kernels.dft_mel import launch_dft_mel, prepare_tables
+from stapes.kernels.log_mel import launch_log_mel, log_mel_reference, prepare_filters
+from stapes.kernels.spectrum import launch_frames, spectrum_reference
+
+CPU = torch.device("cpu")
+WINDOW = torch.hann_window(FFT_SIZE)
+# One tile of each way to multiply; the interpreter is slow for small ones.
+MEL_TILES = [replace(log_mel.TILES["cdna"], way=way) for way in ("fp32", "bf16x3", "tf32x3")] + [
+    replace(log_mel.TILES["rdna2"], way="bf16x3", filters=64)
+]
+DFT_TILES = [dft_mel.Tile(64, 64, 32, 4, "bf16x3"), dft_mel.Tile(32, 32, 64, 4, "fp32")]
+
+
+def sounds(samples: int) -> torch.Tensor:
+    """Noise that swells over 80 dB, a sweep that ends in silence, silence, and noise as loud as it gets."""
+    generator = torch.Generator().manual_seed(1)
+    time = torch.arange(samples) / 16_000
+    noise = torch.randn(2, samples, generator=generator)
+    sweep = 0.3 * torch.sin(2 * torch.pi * (200 + 900 * time) * time)
+    sweep[samples // 2 :] = 0.0
+    return torch.stack(
+        [0.3 * noise[0] * 10 ** (4 * (time / time[-1] - 1)), sweep, torch.zeros(samples), noise[1].clamp(-1, 1)]
+    )
+
+
+def wanted(pcm: torch.Tensor, bins: int) -> torch.Tensor:
+    return log_mel_reference(spectrum_reference(pcm, WINDOW, HOP), mel_filters(bins))
+
+
+def test_this_is_the_interpreter():
+    assert os.environ["TRITON_INTERPRET"] == "1"
+
+
+@pytest.mark.parametrize("samples", [201, 1600, 16_000, 16_123])
+def test_frames_are_reflected_at_both_ends(samples):
+    pcm = sounds(samples)
+    padded = torch.nn.functional.pad(pcm, (200, 200), mode="reflect")
+    frames = padded.unfold(1, FFT_SIZE, HOP)[:, : samples // HOP] * WINDOW
+    assert torch.equal(launch_frames(pcm, WINDOW, HOP), frames)
+
+
+def test_frames_of_too_little_sound_are_refused_as_by_torch():
+    with pytest.raises(ValueError, match="200 samples"):
+        launch_frames(sounds(200), WINDOW, HOP)
+
+
+@pytest.mark.parametrize("bins", [80, 128])
+@pytest.mark.parametrize("tile", MEL_TILES, ids=str)
+def test_log_mel(bins, tile):
+    pcm = sounds(16_000)
+    spectrum = spectrum_reference(pcm, WINDOW, HOP)
+    found = launch_log_mel(spectrum, prepare_filters(mel_filters(bins), CPU, tile))
+    assert found.shape == (4, bins, 100)
+    assert (found - wanted(pcm, bins)).abs().max() < 1e-4
+    # Laid out otherwise, and one window alone, it is the same.
+    alone = launch_log_mel(spectrum[1:2].contiguous(), prepare_filters(mel_filters(bins), CPU, tile))
+    assert torch.equal(alone[0], found[1])
+
+
+@pytest.mark.parametrize("bins", [80, 128])
+@pytest.mark.parametrize("tile", DFT_TILES, ids=str)
+def test_sound_to_log_mel_by_products(bins, tile):
+    pcm = sounds(16_000)
+    found = launch_dft_mel(pcm, prepare_tables(mel_filters(bins), WINDOW, HOP, CPU, tile))
+    assert (found - wanted(pcm, bins)).abs().max() < 1e-4
+
+
+def test_the_floor_touches_nothing_above_it():
+    values = torch.rand(2, 20, 50) * 4 - 3
+    tiles = values.split(16, dim=2)
+    extremes = torch.stack(
+        [
+            torch.stack([tile.amin(dim=(1, 2)) for tile in tiles], dim=1),
+            torch.stack([tile.amax(dim=(1, 2)) for tile in tiles], dim=1),
+        ]
+    )
+    found = values.clone()
+    log_mel.launch_floor(found, extremes, 16)
+    assert torch.equal(found, torch.maximum(values, values.amax(dim=(1, 2), keepdim=True) - 2.0))
+
+
+def test_products_want_a_window_and_filters_that_they_can_fold():
+    for window, filters in (
+        (torch.hann_window(512), mel_filters(80)),
+        (torch.linspace(0, 1, 400), mel_filters(80)),
+        (torch.hamming_window(400), mel_filters(80)),
+        (WINDOW, torch.ones(80, 201)),
+        (WINDOW, torch.zeros(129, 201)),
+    ):
+        with pytest.raises(ValueError, match="the kernel wants"):
+            prepare_tables(filters, window, HOP, CPU)
+
+
+@pytest.mark.parametrize("bins", [80, 128])
+def test_features_use_the_kernels_and_keep_the_second_look(bins):
+    pcm = sounds(16_000)
+    found = log_mel_spectrogram(pcm, bins, lengths=[16_000, 8000, 0, 4000])
+    plain = wanted(pcm, bins)
+    for row, length in enumerate([16_000, 8000, 0, 4000]):
+        end = length // HOP + 1
+        assert (found[row, :, :end] - plain[row, :, :end]).abs().max() < 1e-4
+        assert not found[row, :, end:].any()
+
+
+def test_the_benchmark_measures_and_compares_every_row(monkeypatch):
+    """On the GPU it is the clock that differs."""
+    from contextlib import nullcontext
+
+    from stapes.benchmarks import kernel_cases, kernels
+    from stapes.devices.backend import Device
+
+    monkeypatch.setattr(kernel_cases, "WINDOW_SAMPLES", 6400)
+    monkeypatch.setattr(kernels, "time_in_turn", lambda works, device, rounds: [[2e-3, 1e-3, 3e-3] for _ in works])
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    run = kernels.KernelRun(
+        Device(CPU, "cpu", "CPU", None), kernels=["log_mel", "frames"], windows=2, rounds=3, command=["stapes"]
+    )
+    rows = list(run.rows())
+    assert {row.case["kernel"] for row in rows} >= {"log_mel", "sound → log_mel, FFT", "sound → log_mel, products"}
+    for row in rows:
+        assert row.case["problem"] is None
+        assert row.ours.figures["gb_s"] == pytest.approx(row.case["bytes"] / 2e-3 / 1e9)
+        assert row.ours.figures["of_copy"] == pytest.approx(row.case["bytes"] / (2 << 30))
+        assert row.ratios[0].times_as_fast.median == 1.0
+
+
+def test_the_benchmark_says_which_kernel_is_wrong_and_goes_on(monkeypatch):
+    from contextlib import nullcontext
+
+    from stapes.benchmarks import kernels
+    from stapes.benchmarks.kernel_cases import KernelCase, Prepared
+    from stapes.devices.backend import Device
+
+    def prepared(value: float) -> Prepared:
+        def run() -> torch.Tensor:
+            if value < 0:
+                raise RuntimeError("out of resources\nand more")
+            return torch.tensor([value])
+
+        return Prepared(run, lambda: torch.zeros(1), 100, 1e-4)
+
+    values = {"right": 0.0, "wrong": 0.5, "nothing": float("nan"), "refused": -1.0}
+    cases = [KernelCase(name, "1", lambda value=value: prepared(value)) for name, value in values.items()]
+    monkeypatch.setattr(kernels, "kernel_cases", lambda *_: cases)
+    monkeypatch.setattr(kernels, "time_in_turn", lambda works, device, rounds: [[1e-3] for _ in works])
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    run = kernels.KernelRun(Device(CPU, "cpu", "CPU", None), rounds=1, command=["stapes"])
+    problems = {row.case["kernel"]: row.case["problem"] for row in run.rows()}
+    assert problems["right"] is None
+    assert "differs by 0.5" in problems["wrong"]
+    assert "differs by nan" in problems["nothing"]
+    assert problems["refused"] == "RuntimeError: out of resources"
