@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -12,7 +12,12 @@ import numpy as np
 import torch
 
 from stapes.inference.engine import Alignment, DecodeRequest, DecodeResult
+from stapes.inference.ingest import Ingest, Job
+from stapes.inference.mixer import Mixer
 from stapes.inference.recording import Model
+from stapes.inference.requests import Priority, Request
+from stapes.options import TranscribeOptions
+from stapes.progress import Progress, Silent
 
 EOT, BEGIN = 1000, 1100
 SOT, SOT_PREV, TRANSCRIBE, NO_TIMESTAMPS = 1001, 1002, 1003, 1099
@@ -202,3 +207,119 @@ def endless(seconds: float, level: float = 0.5) -> Iterator[np.ndarray]:
     """A stream of ten-second chunks that is never whole in memory."""
     for _ in range(round(seconds / 10)):
         yield tone(10, level)
+
+
+def read_now(inputs: Sequence[Any], *, progress: Progress | None = None, **options: Any) -> Ingest:
+    """An ingest that has read all inputs already, in this thread."""
+    chosen = TranscribeOptions(**({"language": "en"} | options))
+    pairs: Iterable[Any] = [(source, 16000 if isinstance(source, np.ndarray) else None) for source in inputs]
+    detector: Any = FakeDetector() if chosen.vad else None
+    ingest = Ingest(pairs, MODEL, chosen, detector, progress or Silent(), workers=0, ahead=len(inputs) + 1)
+    ingest._work()
+    return ingest
+
+
+@dataclass
+class TimedEngine(FakeEngine):
+    """Keeps a clock of its own: seconds that a GPU would take. Whoever else acts, acts by this clock."""
+
+    steps_per_look: int = 4
+    now: float = 0.0
+    encode_seconds: tuple[float, float] = (0.001, 0.004)  # a batch, and each window of it
+    step_seconds: tuple[float, float] = (0.002, 0.00001)  # a step, and each slot in it
+
+    def encode(self, windows: Sequence[np.ndarray], *, again: bool = False) -> list[np.ndarray]:
+        encoded = super().encode(windows, again=again)
+        self.now += self.encode_seconds[0] + self.encode_seconds[1] * len(windows)
+        return encoded
+
+    def step(self, count: int) -> None:
+        super().step(count)
+        self.now += count * (self.step_seconds[0] + self.step_seconds[1] * len(self.active))
+
+
+class LaggingEngine(FakeEngine):
+    """Looks at the step call before the last, as an engine does that never waits for its GPU."""
+
+    steps_per_look = 4
+
+    def harvest(self) -> list[tuple[FakeSlot, DecodeResult]]:
+        self._called("harvest")
+        ended = [slot for slot in self.active if slot.left <= -self.steps_per_look and not slot.told]
+        for slot in ended:
+            slot.told = True
+        return [(slot, self.script(slot.pcm, slot.request)) for slot in ended]
+
+
+class Nobody:
+    """Drives nothing: the test itself calls the mixer."""
+
+    is_current_thread = True
+
+    def __init__(self, mixer: Mixer) -> None:
+        self.mixer = mixer
+
+    def ring(self, *, urgent: bool) -> None:
+        self.mixer.urgent |= urgent
+
+
+class Answer:
+    """A request of a test and what came of it. ``ends`` counts how often it was told that it is over."""
+
+    def __init__(self, mixer: Mixer, ingest: Ingest, priority: Priority, batch_size: int | None = None) -> None:
+        self.request = Request(Nobody(mixer), ingest, priority, batch_size)
+        self.ends = 0
+        self.jobs: list[Job] = []
+        self.error: BaseException | None = None
+        deliver, end = self.request.deliver, self.request.end
+
+        def counted_deliver(jobs: Sequence[Job]) -> None:
+            self.jobs += jobs
+            deliver(jobs)
+
+        def counted_end(error: BaseException | None = None) -> None:
+            self.ends += 1
+            self.error = error
+            end(error)
+
+        self.request.deliver, self.request.end = counted_deliver, counted_end  # type: ignore[method-assign]
+
+
+class Clockwork:
+    """A mixer without threads: what happens when is decided by the engine's clock and by nothing else."""
+
+    def __init__(self, engine: TimedEngine, steps: int = 4) -> None:
+        self.engine = engine
+        self.mixer = Mixer(engine, steps, engine.rows, None)  # type: ignore[arg-type]
+        self.events: list[tuple[float, Callable[[], None]]] = []
+        self.finished: dict[Answer, float] = {}
+        self.answers: list[Answer] = []
+
+    def at(self, seconds: float, act: Callable[[], None]) -> None:
+        """Do something at a time of the engine's clock."""
+        self.events.append((seconds, act))
+        self.events.sort(key=lambda event: event[0])
+
+    def submit(
+        self, inputs: Sequence[Any], priority: Priority, batch_size: int | None = None, **options: Any
+    ) -> Answer:
+        """A request that comes now."""
+        answer = Answer(self.mixer, read_now(inputs, **options), priority, batch_size)
+        self.answers.append(answer)
+        self.mixer.add(answer.request)
+        return answer
+
+    def run(self, until: Callable[[], bool] = lambda: False, check: Callable[[], None] = lambda: None) -> None:
+        """Go on until all is done."""
+        while (self.events or self.mixer.requests) and not until():
+            while self.events and self.events[0][0] <= self.engine.now:
+                self.events.pop(0)[1]()
+            worked = self.mixer.point()
+            for answer in self.answers:
+                if answer.request.ended:
+                    self.finished.setdefault(answer, self.engine.now)
+            check()
+            if not worked:
+                assert not self.mixer.requests, "requests wait although the engine could work"
+                if self.events:
+                    self.engine.now = max(self.engine.now, self.events[0][0])

@@ -8,8 +8,9 @@ The rules, which `Mixer` carries out:
   was admitted last, down to bulk's eighth. That window starts again later, once at most: nothing is held in reserve,
   and no result changes, because an attempt depends on nothing but itself.
 - Within a class the request with the fewest windows on their way is next: three seconds do not wait behind an hour.
-- Windows are encoded at once where a slot may be free for them, and in full batches where all are taken; a batch of
-  bulk windows is small where interactive ones wait.
+- Windows are encoded at once where a slot may be free for them, and in full batches where all are taken. While
+  interactive windows are being written, bulk ones are encoded in half batches, one at a scheduling point: so those take
+  about twice as long as alone, and bulk loses next to nothing. While interactive ones wait, the batch is an eighth.
 - Few wait with their encodings: fewer than two encoder batches of new windows in each class, and those that have been
   in slots before, of which `_RETURNED_WAITING` hold new ones back.
 """
@@ -113,7 +114,8 @@ class Queues:
             queue, most = self.interactive, batch
         elif bulk:
             self._encodes_passed = 0
-            queue, most = self.bulk, max(1, batch // TURNS) if interactive else batch
+            share = TURNS if interactive else 2 if self.interactive.is_active else 1
+            queue, most = self.bulk, max(1, batch // share)
         else:
             return []
         return [queue.staged.popleft() for _ in range(min(most, len(queue.staged)))]
