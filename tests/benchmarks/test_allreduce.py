@@ -117,7 +117,7 @@ def dies(bench: AllreduceBench, rank: int, where: str, pipe: Any) -> None:
 
 
 def complains(bench: AllreduceBench, rank: int, where: str, pipe: Any) -> None:
-    if rank == 2:
+    if rank == 1:
         pipe.send(("error", "RuntimeError: no route to host"))
         raise SystemExit(1)
     time.sleep(60)
@@ -125,10 +125,10 @@ def complains(bench: AllreduceBench, rank: int, where: str, pipe: Any) -> None:
 
 @pytest.mark.parametrize(
     ("target", "said"),
-    [(dies, "rank 1 of 3 was ended by SIGKILL"), (complains, "rank 2 of 3 failed: RuntimeError: no")],
+    [(dies, "rank 1 of 2 was ended by SIGKILL"), (complains, "rank 1 of 2 failed: RuntimeError: no")],
 )
 def test_a_rank_that_dies_is_named_and_the_others_do_not_linger(target: Any, said: str) -> None:
-    ranks = Ranks(AllreduceBench(backend="gloo", ranks=3), target)
+    ranks = Ranks(AllreduceBench(backend="gloo", ranks=2), target)
     begun = time.monotonic()
     with pytest.raises(DeviceError, match=said):
         list(ranks.results())
@@ -165,3 +165,36 @@ def test_the_page_of_results_has_a_row_for_it_and_its_run() -> None:
     wrong = made_bench.bench(one(8, 1.0, 3), name="allreduce", weights=weights, audio={})
     assert "**wrong sums**" in results_page.render([("a.json", wrong)])
     assert "stapes bench allreduce" in results_page.render([])
+
+
+def test_an_interruption_ends_the_ranks_quietly(tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "stapes", "bench", "allreduce", "--ranks", "2", "--backend", "gloo"]
+    process = subprocess.Popen(
+        [*words, "-o", str(tmp_path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    deadline = time.monotonic() + 60
+    while not _ranks_of(process.pid):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    ranks = _ranks_of(process.pid)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert "Traceback" not in err
+    deadline = time.monotonic() + 10
+    while any(Path(f"/proc/{pid}/cmdline").exists() for pid in ranks):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def _ranks_of(pid: int) -> list[int]:
+    """Processes that a process has started to be ranks."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
+            if parent == pid and "spawn_main" in (path / "cmdline").read_text():
+                found.append(int(path.name))
+        except OSError:
+            continue
+    return found

@@ -16,9 +16,10 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Literal
@@ -299,7 +300,8 @@ class Ranks:
             # A file to meet at needs no free port.
             arguments = (bench, rank, f"file://{folder}/meet", theirs)
             process = context.Process(target=target or _be_rank, args=arguments, daemon=True, name=f"rank {rank}")
-            process.start()
+            with _without_interrupts():
+                process.start()
             theirs.close()
             self._processes.append(process)
             self._pipes.append(ours)
@@ -354,9 +356,19 @@ class Ranks:
         return DeviceError(f"all-reduce over {self._bench.backend}: rank {rank} of {self._bench.ranks} {how}; {hint}")
 
 
+@contextmanager
+def _without_interrupts() -> Iterator[None]:
+    """Processes begun in this block never see Ctrl-C, which a terminal sends to all: their parent ends them."""
+    resource_tracker.ensure_running()  # starting it lets the signal through again
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _be_rank(bench: AllreduceBench, rank: int, where: str, pipe: Connection) -> None:
     """The life of one process."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the parent ends us
     if bench.backend == "gloo" and any(name == "lo" for _, name in socket.if_nameindex()):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # a machine's own name may lead nowhere in a container
     try:
