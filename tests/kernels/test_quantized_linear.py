@@ -16,15 +16,8 @@ from torch import Tensor
 
 from stapes.kernels.jit import has_triton, is_interpreted
 from stapes.kernels.quantization import Quantized, concat, dequantize, quantize_int4, quantize_int8, slices
-from stapes.kernels.quantized_linear import (
-    Shape,
-    Tile,
-    compile_cases,
-    quantized_linear,
-    quantized_linear_reference,
-    tile_for,
-    widen,
-)
+from stapes.kernels.quantized_linear import compile_cases, quantized_linear, quantized_linear_reference, widen
+from stapes.kernels.quantized_tiles import Shape, Tile, tile_for
 from stapes.kernels.targets import TARGETS
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() and not is_interpreted() else "cpu")
@@ -120,11 +113,13 @@ def test_groups_must_fill_a_row(inputs: int, group: int) -> None:
 def test_widened_weights_give_the_reference(form: str, dtype: torch.dtype, rows: tuple[int, ...]) -> None:
     weight = quantize(random(40, 128) * 0.1, form)
     x, bias = random(*rows, 128, dtype=dtype), random(40, dtype=dtype)
-    residual = random(*rows, 40, seed=1, dtype=dtype)
+    residual = random(*rows, 40, seed=1)
+    other = residual.clone()
     found = quantized_linear(x, weight, bias, gelu=True, residual=residual, method="scratch")
-    wanted = quantized_linear_reference(x, weight, bias, gelu=True, residual=residual)
+    wanted = quantized_linear_reference(x, weight, bias, gelu=True, residual=other)
     assert (found.shape, found.dtype) == ((*rows, 40), dtype)
     assert (found.float() - wanted.float()).abs().max() < 8 * TOLERANCES[dtype]
+    assert (residual - other).abs().max() < 8 * TOLERANCES[dtype]
 
 
 def test_large_matrices_are_widened_in_slices() -> None:
@@ -139,13 +134,23 @@ def test_large_matrices_are_widened_in_slices() -> None:
 @pytest.mark.parametrize(("rows", "splits"), [(1, 1), (1, 2), (18, 2)])
 def test_kernels_give_the_reference(form: str, dtype: torch.dtype, rows: int, splits: int) -> None:
     weight = quantize(random(40, 192) * 0.05, form)
-    x, bias = random(rows, 200, dtype=dtype)[:, :192], random(40, dtype=dtype)
-    residual = random(rows, 48, seed=1, dtype=dtype)[:, :40]
+    x, bias = random(rows, 200, dtype=dtype)[:, :192], random(40)
     tile = Tile(1 if rows == 1 else 16, 32, 64, splits=splits)
-    for extra in ({}, {"bias": bias, "gelu": True, "residual": residual}):
-        found = quantized_linear(x, weight, method="tile", tile=tile, **extra)  # type: ignore[arg-type]
-        wanted = quantized_linear_reference(x, weight, **extra)  # type: ignore[arg-type]
-        assert (found.float() - wanted.float()).abs().max() < 4 * TOLERANCES[dtype] * wanted.float().abs().max()
+
+    def close(found: Tensor, wanted: Tensor) -> bool:
+        return bool((found.float() - wanted.float()).abs().max() < 4 * TOLERANCES[dtype] * wanted.float().abs().max())
+
+    found = quantized_linear(x, weight, method="tile", tile=tile)
+    assert found.dtype == dtype
+    assert close(found, quantized_linear_reference(x, weight))
+    for wide in (torch.float32, dtype):
+        residual = random(rows, 40, seed=1, dtype=wide)
+        other = residual.clone()
+        found = quantized_linear(x, weight, bias, gelu=True, residual=residual, method="tile", tile=tile)
+        wanted = quantized_linear_reference(x, weight, bias, gelu=True, residual=other)
+        assert found.dtype == dtype
+        assert close(found, wanted)
+        assert close(residual, other)
 
 
 @launches

@@ -35,9 +35,11 @@ class QuantizedLinear(nn.Module):
         """The weights."""
         return Quantized(self.values, self.scales)
 
-    def forward(self, x: Tensor, *, gelu: bool = False, residual: Tensor | None = None) -> Tensor:
-        """(…, inputs) → (…, outputs); GELU and a sum with ``residual`` (…, outputs) where they are asked for."""
-        return quantized_linear(x, self.quantized, self.bias, gelu=gelu, residual=residual)
+    def forward(
+        self, x: Tensor, *, gelu: bool = False, residual: Tensor | None = None, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """(…, inputs) → (…, outputs), with GELU, residual and dtype as `quantized_linear` has them."""
+        return quantized_linear(x, self.quantized, self.bias, gelu=gelu, residual=residual, dtype=dtype)
 
     def extra_repr(self) -> str:
         weight = self.quantized
@@ -52,7 +54,7 @@ class QuantizedMLP(nn.Module):
         self.up, self.down = up, down
 
     def forward(self, x: Tensor, *, residual: Tensor | None = None) -> Tensor:
-        """(…, width) → (…, width), with ``residual`` added if there is one."""
+        """(…, width) → (…, width); the sum goes into ``residual`` if there is one."""
         return self.down(self.up(x, gelu=True), residual=residual)
 
 

@@ -11,18 +11,17 @@ matrix is too small to keep a GPU busy otherwise, are kept apart and added in or
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from stapes.devices.backend import architecture_of, gpu_backend
 from stapes.kernels.jit import can_launch, is_interpreted, kernel, launch_or
 from stapes.kernels.quantization import GROUPS, Quantized, dequantize, slices
-from stapes.kernels.targets import TARGETS, CompileCase, Target, nearest_target
+from stapes.kernels.quantized_tiles import Shape, Tile, tile_for
+from stapes.kernels.targets import TARGETS, CompileCase, Target, target_of
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -38,22 +37,23 @@ in its cache, which makes the output projection of Whisper base several times as
 
 
 @kernel
-def _finish(total, bias_ptr, residual_ptr, column, row, rows, outputs, stride_residual, GELU: tl.constexpr):
-    """Bias, GELU and residual of sums (columns, rows), in fp32."""
+def _finish(total, bias_ptr, residual_ptr, column, row, rows, outputs, GELU: tl.constexpr):
+    """Bias, GELU and residual of sums (columns, rows), in fp32; the residual takes the sum."""
     if bias_ptr is not None:
         total += tl.load(bias_ptr + column, mask=column < outputs, other=0.0).to(tl.float32)[:, None]
     if GELU:
         total = 0.5 * total * (1.0 + tl.erf(total * 0.7071067811865476))
     if residual_ptr is not None:
         inside = (column[:, None] < outputs) & (row[None, :] < rows)
-        at = row[None, :].to(tl.int64) * stride_residual + column[:, None]
+        at = row[None, :].to(tl.int64) * outputs + column[:, None]
         total += tl.load(residual_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        tl.store(residual_ptr + at, total.to(residual_ptr.dtype.element_ty), mask=inside)
     return total
 
 
 @kernel
 def _linear_int8(
-    x_ptr, values_ptr, scales_ptr, bias_ptr, residual_ptr, out_ptr, rows, outputs, inputs, stride_x, stride_residual,
+    x_ptr, values_ptr, scales_ptr, bias_ptr, residual_ptr, out_ptr, rows, outputs, inputs, stride_x,
     GELU: tl.constexpr, WIDEN: tl.constexpr, SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
@@ -80,7 +80,7 @@ def _linear_int8(
         total = tl.sum(total, axis=1)[:, None]
     total *= tl.load(scales_ptr + column, mask=column < outputs, other=0.0).to(tl.float32)[:, None]
     if SPLITS == 1:
-        total = _finish(total, bias_ptr, residual_ptr, column, row, rows, outputs, stride_residual, GELU)
+        total = _finish(total, bias_ptr, residual_ptr, column, row, rows, outputs, GELU)
     inside = (column[:, None] < outputs) & (row[None, :] < rows)
     at = (split * rows + row[None, :]).to(tl.int64) * outputs + column[:, None]
     tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=inside)
@@ -88,7 +88,7 @@ def _linear_int8(
 
 @kernel
 def _linear_int4(
-    x_ptr, values_ptr, scales_ptr, bias_ptr, residual_ptr, out_ptr, rows, outputs, inputs, stride_x, stride_residual,
+    x_ptr, values_ptr, scales_ptr, bias_ptr, residual_ptr, out_ptr, rows, outputs, inputs, stride_x,
     GELU: tl.constexpr, WIDEN: tl.constexpr, SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STEP: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
@@ -141,7 +141,7 @@ def _linear_int4(
     if BLOCK_M == 1:
         total = tl.sum(tl.sum(total, axis=2), axis=0)[:, None]
     if SPLITS == 1:
-        total = _finish(total, bias_ptr, residual_ptr, column, row, rows, outputs, stride_residual, GELU)
+        total = _finish(total, bias_ptr, residual_ptr, column, row, rows, outputs, GELU)
     inside = (column[:, None] < outputs) & (row[None, :] < rows)
     at = (split * rows + row[None, :]).to(tl.int64) * outputs + column[:, None]
     tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=inside)
@@ -149,7 +149,7 @@ def _linear_int4(
 
 @kernel
 def _add_splits(
-    parts_ptr, bias_ptr, residual_ptr, out_ptr, rows, outputs, stride_residual,
+    parts_ptr, bias_ptr, residual_ptr, out_ptr, rows, outputs,
     GELU: tl.constexpr, SPLITS: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Add the sums (splits, rows, outputs) over parts of the inputs, the first part first."""
@@ -159,7 +159,7 @@ def _add_splits(
     for split in tl.static_range(SPLITS):
         at = (split * rows + row[None, :]) * outputs + column[:, None]
         total += tl.load(parts_ptr + at, mask=column[:, None] < outputs, other=0.0)
-    total = _finish(total, bias_ptr, residual_ptr, column, row, rows, outputs, stride_residual, GELU)
+    total = _finish(total, bias_ptr, residual_ptr, column, row, rows, outputs, GELU)
     at = row[None, :].to(tl.int64) * outputs + column[:, None]
     tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=column[:, None] < outputs)
 
@@ -195,73 +195,22 @@ def _dequantize_int4(
     tl.store(out_at + GROUP // 2, high.to(out_ptr.dtype.element_ty), mask=inside[:, None])
 
 
-@dataclass(frozen=True)
-class Tile:
-    """How a kernel cuts the work: rows, outputs and inputs of a tile, warps, stages, and parts of the inputs."""
-
-    rows: int
-    outputs: int
-    inputs: int
-    warps: int = 4
-    stages: int = 4
-    splits: int = 1
-
-
-class Shape(NamedTuple):
-    """Of a quantised matrix."""
-
-    bits: int
-    group: int
-    outputs: int
-    inputs: int
-
-
-def tile_for(weight: Shape, dtype: str, rows: int, target: Target, cores: int) -> Tile:
-    """The tile for ``rows`` in a dtype ("fp16") on a GPU with so many cores (multiprocessors, compute units).
-
-    It depends on the rows only by their bucket: 1, 16, 32, 64 or more.
-    """
-    bits, group, outputs, inputs = weight
-    small = target.family in ("rdna2", "rdna3", "rdna4")
-    bucket = 1 if rows == 1 else min(64, max(16, 1 << (rows - 1).bit_length()))
-    if bucket == 1:
-        # One row is no matrix product. As many outputs as keep every core busy, without parts of the inputs.
-        wide = outputs >= 32 * cores
-        return Tile(1, 16 if wide else 8, 256 if bits == 8 else max(128, 2 * group), 4, 2)
-    if dtype not in target.matrix:  # registers hold sums and factors alike, and idle rows are computed for nothing
-        tile = Tile(min(bucket, 32), 32, 32 if bits == 8 else group, 4, 2)
-    elif bits == 8:
-        # What lies in shared memory stays below the 64 KB of an older GPU.
-        outputs_of, inputs_of = (64, 64) if bucket == 64 else (32, 64 if small else 128)
-        tile = Tile(bucket, outputs_of, inputs_of, 4, 2 if target.is_amd else 4)
-    else:
-        tile = Tile(bucket, 64, group if small else max(64, group), 4, 2 if target.is_amd else 4)
-    # Parts of the inputs where the tiles alone are too few, each of a few steps at least.
-    tiles, steps = -(-outputs // tile.outputs) * -(-rows // tile.rows), -(-inputs // tile.inputs)
-    splits = 1
-    while splits < 8 and 2 * splits * tiles <= 2 * cores and 4 * splits <= steps:
-        splits *= 2
-    return Tile(tile.rows, tile.outputs, tile.inputs, tile.warps, tile.stages, splits)
-
-
 _NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 
 
-@cache
-def _gpu(index: int) -> tuple[Target, int]:
-    """Whose tiles suit a GPU, and how many cores it has; one that is not known gets the smallest tiles."""
-    properties = torch.cuda.get_device_properties(index)
-    target = nearest_target(architecture_of(properties, gpu_backend() or "cuda"))
-    return target or TARGETS["gfx1030"], properties.multi_processor_count
-
-
 def quantized_linear_reference(
-    x: Tensor, weight: Quantized, bias: Tensor | None = None, *, gelu: bool = False, residual: Tensor | None = None
+    x: Tensor,
+    weight: Quantized,
+    bias: Tensor | None = None,
+    *,
+    gelu: bool = False,
+    residual: Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """What `quantized_linear` computes, in fp32 throughout."""
     out = F.linear(x.float(), dequantize(weight), None if bias is None else bias.float())
     out = F.gelu(out) if gelu else out
-    return (out if residual is None else out + residual.float()).to(x.dtype)
+    return (out if residual is None else residual.copy_(out + residual)).to(dtype or x.dtype)
 
 
 def quantized_linear(
@@ -271,31 +220,37 @@ def quantized_linear(
     *,
     gelu: bool = False,
     residual: Tensor | None = None,
+    dtype: torch.dtype | None = None,
     method: Method = "auto",
     tile: Tile | None = None,
 ) -> Tensor:
     """A linear layer, and what comes behind it.
 
-    x: (…, inputs), fp16, bf16 or fp32. bias: (outputs). gelu: whether GELU follows. residual: (…, outputs), added last.
-    method: tile (kernels that widen weights as they go), scratch (widened weights and PyTorch's product), or the faster
-    one. tile: in place of the one that is chosen, to measure it. Returns (…, outputs) in x's dtype.
+    x: (…, inputs), fp16, bf16 or fp32. bias: (outputs), any float. gelu: whether GELU follows. residual: (…, outputs),
+    any float, contiguous: added last, and the sum is written into it. dtype: of the result, x's by default; with a
+    residual of the same dtype the result is the residual itself. method: tile (kernels that widen weights as they go),
+    scratch (widened weights and PyTorch's product), or the faster one. tile: in place of the one that is chosen, to
+    measure it. Returns (…, outputs).
     """
     flat = x.reshape(-1, x.shape[-1])
     rows = flat.shape[0]
-    over = None if residual is None else residual.reshape(rows, -1)
+    over = None if residual is None else residual.view(rows, -1)
+    dtype = dtype or x.dtype
     if can_launch(x.device) and rows and (method == "tile" or (method == "auto" and rows <= _MOST_TILE_ROWS)):
         out = launch_or(
             f"quantized_linear in {weight.bits} bits",
             x.device,
-            lambda: _launch(_unit_stride(flat), weight, bias, gelu, over, tile),
-            lambda: _by_scratch(flat, weight, bias, gelu, over),
+            lambda: _launch(_unit_stride(flat), weight, bias, gelu, over, dtype, tile),
+            lambda: _by_scratch(flat, weight, bias, gelu, over, dtype),
         )
     else:
-        out = _by_scratch(flat, weight, bias, gelu, over)
+        out = _by_scratch(flat, weight, bias, gelu, over, dtype)
     return out.view(*x.shape[:-1], weight.outputs)
 
 
-def _by_scratch(x: Tensor, weight: Quantized, bias: Tensor | None, gelu: bool, residual: Tensor | None) -> Tensor:
+def _by_scratch(
+    x: Tensor, weight: Quantized, bias: Tensor | None, gelu: bool, residual: Tensor | None, dtype: torch.dtype
+) -> Tensor:
     """Widen the weights, a slice of the outputs at a time, for PyTorch's own product.
 
     The scratch memory is the allocator's: layer after layer gets the same block, on each stream its own.
@@ -303,10 +258,10 @@ def _by_scratch(x: Tensor, weight: Quantized, bias: Tensor | None, gelu: bool, r
     parts = []
     for chosen in slices(weight.outputs, weight.inputs, _SCRATCH[x.device.type]):
         dense = widen(weight.of(chosen), x.dtype)
-        parts.append(F.linear(x, dense, None if bias is None else bias[chosen]))
+        parts.append(F.linear(x, dense, None if bias is None else bias[chosen].to(x.dtype)))
     out = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
     out = F.gelu(out) if gelu else out
-    return out if residual is None else out.add_(residual)
+    return (out if residual is None else residual.add_(out)).to(dtype)
 
 
 def widen(weight: Quantized, dtype: torch.dtype) -> Tensor:
@@ -320,21 +275,36 @@ def widen(weight: Quantized, dtype: torch.dtype) -> Tensor:
     )
 
 
+@cache
+def _gpu(device: torch.device) -> tuple[Target, int]:
+    """Whose tiles suit a device, and how many cores it has. What is not known gets the smallest tiles."""
+    if device.type == "cpu":  # the interpreter
+        return TARGETS["sm_90"], 4
+    return target_of(device) or TARGETS["gfx1030"], torch.cuda.get_device_properties(device).multi_processor_count
+
+
 def _unit_stride(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _launch(
-    x: Tensor, weight: Quantized, bias: Tensor | None, gelu: bool, residual: Tensor | None, tile: Tile | None
+    x: Tensor,
+    weight: Quantized,
+    bias: Tensor | None,
+    gelu: bool,
+    residual: Tensor | None,
+    dtype: torch.dtype,
+    tile: Tile | None,
 ) -> Tensor:
     rows, (outputs, inputs) = x.shape[0], (weight.outputs, weight.inputs)
     if tile is None:
-        target, cores = _gpu(x.device.index or 0) if x.device.type == "cuda" else (TARGETS["sm_90"], 4)
+        target, cores = _gpu(x.device)
         shape = Shape(weight.bits, weight.group, outputs, inputs)
         tile = tile_for(shape, _NAMES[x.dtype], rows, target, cores)
-    out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
-    residual = residual if residual is None else _unit_stride(residual)
-    stride_residual = outputs if residual is None else residual.stride(0)
+    if residual is not None and residual.dtype == dtype:
+        out = residual
+    else:
+        out = torch.empty(rows, outputs, dtype=dtype, device=x.device)
     splits = tile.splits
     parts = out if splits == 1 else torch.empty(splits, rows, outputs, dtype=torch.float32, device=x.device)
     grid = (-(-outputs // tile.outputs), -(-rows // tile.rows), splits)
@@ -350,14 +320,13 @@ def _launch(
         outputs,
         inputs,
         x.stride(0),
-        stride_residual,
         **constants,
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
     if splits > 1:
         _add_splits[(-(-outputs // 256), rows)](
-            parts, bias, residual, out, rows, outputs, stride_residual, GELU=gelu, SPLITS=splits, BLOCK_N=256
+            parts, bias, residual, out, rows, outputs, GELU=gelu, SPLITS=splits, BLOCK_N=256
         )
     return out
 
@@ -409,13 +378,13 @@ def compile_cases(target: Target) -> list[CompileCase]:
                             "bias_ptr": pointer,
                             "residual_ptr": pointer,
                             "out_ptr": pointer if tile.splits == 1 else "*fp32",
-                            **dict.fromkeys(("rows", "outputs", "inputs", "stride_x", "stride_residual"), "i32"),
+                            **dict.fromkeys(("rows", "outputs", "inputs", "stride_x"), "i32"),
                         },
                         _constants(bits, group, tile, True, False),
                         dot=dtype if tile.rows > 1 else None,
                         warps=tile.warps,
                         stages=tile.stages,
-                        aligned=(*_POINTERS, "inputs", "stride_x", "stride_residual"),
+                        aligned=(*_POINTERS, "inputs", "stride_x"),
                         skip=skip,
                     )
                 )
@@ -451,7 +420,7 @@ def compile_cases(target: Target) -> list[CompileCase]:
                 {
                     **dict.fromkeys(("bias_ptr", "residual_ptr", "out_ptr"), pointer),
                     "parts_ptr": "*fp32",
-                    **dict.fromkeys(("rows", "outputs", "stride_residual"), "i32"),
+                    **dict.fromkeys(("rows", "outputs"), "i32"),
                 },
                 {"GELU": True, "SPLITS": 8, "BLOCK_N": 256},
                 skip=skip,
