@@ -6,11 +6,14 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
+from stapes.devices.backend import resolve
 from stapes.inference.engine import Alignment, DecodeRequest, DecodeResult
 from stapes.inference.ingest import Ingest, Job
 from stapes.inference.mixer import Mixer
@@ -18,6 +21,7 @@ from stapes.inference.recording import Model
 from stapes.inference.requests import Priority, Request
 from stapes.options import TranscribeOptions
 from stapes.progress import Progress, Silent
+from stapes.recognizer import Recognizer
 
 EOT, BEGIN = 1000, 1100
 SOT, SOT_PREV, TRANSCRIBE, NO_TIMESTAMPS = 1001, 1002, 1003, 1099
@@ -174,6 +178,9 @@ class FakeEngine:
     def release(self, slot: FakeSlot) -> None:
         self.active.remove(slot)
 
+    def clear(self) -> None:
+        assert not self.active, "cleared while windows are in slots"
+
 
 def tone(seconds: float, level: float = 0.5) -> np.ndarray:
     """Constant samples: what is heard says where it is from."""
@@ -207,6 +214,14 @@ def endless(seconds: float, level: float = 0.5) -> Iterator[np.ndarray]:
     """A stream of ten-second chunks that is never whole in memory."""
     for _ in range(round(seconds / 10)):
         yield tone(10, level)
+
+
+def fake_recognizer(monkeypatch: pytest.MonkeyPatch, engine: FakeEngine) -> Recognizer:
+    """The public object around a fake engine; speech is wherever there is sound."""
+    config = SimpleNamespace(text_context=448, vocab_size=3000, decoder_layers=2, encoder_layers=2)
+    checkpoint: Any = SimpleNamespace(config=config, suppress_tokens=None)
+    monkeypatch.setattr("stapes.recognizer.VoiceActivityDetector", lambda **_: FakeDetector())
+    return Recognizer("fake", checkpoint, FakeTokenizer(), engine, resolve("cpu"))  # type: ignore[arg-type]
 
 
 def read_now(inputs: Sequence[Any], *, progress: Progress | None = None, **options: Any) -> Ingest:
@@ -249,6 +264,15 @@ class LaggingEngine(FakeEngine):
         for slot in ended:
             slot.told = True
         return [(slot, self.script(slot.pcm, slot.request)) for slot in ended]
+
+
+class PoolEngine(TimedEngine):
+    """Slots of all kinds share one memory, and those of many candidates are fewer."""
+
+    def free_slots(self, request: DecodeRequest) -> int:
+        kind = (request.candidates, request.is_beam)
+        used = sum((slot.request.candidates, slot.request.is_beam) == kind for slot in self.active)
+        return min(max(1, self.rows // request.candidates) - used, self.rows - len(self.active))
 
 
 class Nobody:

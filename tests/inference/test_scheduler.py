@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import closing
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,16 +17,15 @@ from fakes import (
     POISON,
     FakeDetector,
     FakeEngine,
-    FakeTokenizer,
     at,
     endless,
+    fake_recognizer,
     living_workers,
     result,
     tone,
     whole,
 )
 
-from stapes.devices.backend import resolve
 from stapes.inference import ingest as ingest_module
 from stapes.inference.ingest import Ingest, Job
 from stapes.inference.scheduler import Scheduler
@@ -425,10 +423,7 @@ def test_each_channel_has_its_language_and_its_silence() -> None:
 
 @pytest.fixture
 def recognizer(monkeypatch: pytest.MonkeyPatch) -> Recognizer:
-    config = SimpleNamespace(text_context=448, vocab_size=3000, decoder_layers=2, encoder_layers=2)
-    checkpoint = SimpleNamespace(config=config, suppress_tokens=None)
-    monkeypatch.setattr("stapes.recognizer.VoiceActivityDetector", lambda **_: FakeDetector())
-    return Recognizer("fake", checkpoint, FakeTokenizer(), FakeEngine(), resolve("cpu"))  # type: ignore[arg-type]
+    return fake_recognizer(monkeypatch, FakeEngine())
 
 
 def test_threads_that_call_at_once_get_their_own_results(recognizer: Recognizer) -> None:

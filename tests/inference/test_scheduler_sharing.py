@@ -7,7 +7,20 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fakes import POISON, Answer, Clockwork, FakeEngine, LaggingEngine, TimedEngine, at, read_now, result, tone, whole
+from fakes import (
+    POISON,
+    Answer,
+    Clockwork,
+    FakeEngine,
+    LaggingEngine,
+    PoolEngine,
+    TimedEngine,
+    at,
+    read_now,
+    result,
+    tone,
+    whole,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -26,9 +39,9 @@ def seconds(count: int, level: float = BULK) -> list[np.ndarray]:
     return [tone(1, level) for _ in range(count)]
 
 
-def engine(rows: int = 16, batch: int = 8, **changes: Any) -> TimedEngine:
+def engine(rows: int = 16, batch: int = 8, kind: type[TimedEngine] = TimedEngine, **changes: Any) -> TimedEngine:
     """Bulk windows take 80 steps, clips 12."""
-    return TimedEngine(
+    return kind(
         rows=rows,
         encoder_batch=batch,
         steps=lambda pcm, request: 80 if round(float(pcm[0]), 2) == BULK else 12,
@@ -68,6 +81,17 @@ def test_a_clip_does_not_wait_behind_a_long_recording(rows: int) -> None:
     assert waits[10] < 0.1  # bulk has a slot for 80 steps: 0.2 s
 
 
+def test_a_clip_of_another_kind_gets_a_slot_of_the_memory_that_all_share() -> None:
+    clockwork = Clockwork(engine(rows=16, kind=PoolEngine))
+    clockwork.submit(seconds(100), "bulk")
+    came: list[tuple[float, Answer]] = []
+    clockwork.at(
+        0.3, lambda: came.append((clockwork.engine.now, clockwork.submit(seconds(1, CLIP), "interactive", beam_size=3)))
+    )
+    clockwork.run()
+    assert clockwork.finished[came[0][1]] - came[0][0] < 0.12
+
+
 def test_clips_cost_bulk_hardly_more_than_their_own_work() -> None:
     lonely = Clockwork(engine())
     lonely.submit(seconds(400), "bulk")
@@ -81,11 +105,12 @@ def test_clips_cost_bulk_hardly_more_than_their_own_work() -> None:
     assert len(bulk.jobs) == 400
 
 
+@pytest.mark.parametrize("kind", [TimedEngine, PoolEngine])
 @pytest.mark.parametrize("rows", [1, 4, 16])
-def test_bulk_keeps_a_share_whatever_comes(rows: int) -> None:
-    clockwork = Clockwork(engine(rows, steps_per_look=1), steps=1)
+def test_bulk_keeps_a_share_whatever_comes(rows: int, kind: Any) -> None:
+    clockwork = Clockwork(engine(rows, kind=kind), steps=1)
     clockwork.engine.steps = lambda pcm, request: 12
-    bulk = clockwork.submit(seconds(20), "bulk")
+    bulk = clockwork.submit(seconds(20), "bulk", beam_size=2 if kind is PoolEngine else 1)
     flood = [clockwork.submit(seconds(80, CLIP), "interactive") for _ in range(8)]
     clockwork.run(until=lambda: len(bulk.jobs) == 20)
     share = 20 / (20 + sum(len(answer.jobs) for answer in flood))
@@ -219,9 +244,9 @@ def test_few_windows_wait_with_their_encodings(batch: int) -> None:
 # Errors.
 
 
-def breaking(method: str, level: float) -> TimedEngine:
+def breaking(method: str, level: float, kind: type[TimedEngine] = TimedEngine) -> TimedEngine:
     """An engine that cannot do this with windows of a level."""
-    broken = engine(rows=4, batch=4)
+    broken = engine(rows=4, batch=4, kind=kind)
     genuine = getattr(broken, method)
 
     def guarded(first: Any, *rest: Any, **named: Any) -> Any:
@@ -330,11 +355,12 @@ call = st.fixed_dictionaries(
     batch=st.sampled_from([1, 2, 8]),
     step_fails=st.none() | st.integers(1, 60),
     lengths=st.integers(1, 30),
+    kind=st.sampled_from([TimedEngine, PoolEngine]),
 )
 def test_every_request_is_answered_once_and_no_slot_is_lost(
-    calls: list[dict[str, Any]], rows: int, batch: int, step_fails: int | None, lengths: int
+    calls: list[dict[str, Any]], rows: int, batch: int, step_fails: int | None, lengths: int, kind: Any
 ) -> None:
-    random_engine = breaking("encode", LEVELS["unencodable"])
+    random_engine = breaking("encode", LEVELS["unencodable"], kind)
     random_engine.rows, random_engine.encoder_batch = rows, batch
     random_engine.steps = lambda pcm, request: 1 + (len(pcm) + 7 * request.candidates) % lengths
     random_engine.script = anything_script

@@ -188,17 +188,33 @@ class Mixer:
 
     def _admit(self) -> bool:
         """Put encoded windows into free slots, together with others of the same kind."""
-        admitted = False
+        admitted = self._admit_in_turn()
         for kind, attempt in {task.kind: task.attempt for task in self.queues.ready()}.items():
             assert attempt is not None
-            room = self.engine.free_slots(attempt)
-            group = self.queues.next_to_enter(kind, room) if room > 0 else []
+            room, batch = self.engine.free_slots(attempt), self.engine.encoder_batch
+            group = self.queues.next_to_enter(kind, room, batch, is_idle=not self.slots) if room > 0 else []
             if group:
-                for queue in self.queues:
-                    queue.remove(set(group))
-                self._apart(group, self._enter)
+                self._admit_group(group)
                 admitted = True
         return admitted
+
+    def _admit_in_turn(self) -> bool:
+        """Give bulk its share of the slots that have become free."""
+        admitted = False
+        for task in self.queues.turn():
+            assert task.attempt is not None
+            if self.engine.free_slots(task.attempt) > 0:
+                self.queues.turn_taken()
+                self._admit_group([task])
+                admitted = True
+                if not self.queues.turn():
+                    break
+        return admitted
+
+    def _admit_group(self, group: Sequence[Task]) -> None:
+        for queue in self.queues:
+            queue.remove(set(group))
+        self._apart(group, self._enter)
 
     def _enter(self, tasks: Sequence[Task]) -> None:
         attempts = [task.attempt for task in tasks if task.attempt is not None]

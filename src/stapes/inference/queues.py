@@ -11,6 +11,8 @@ The rules, which `Mixer` carries out:
 - Windows are encoded at once where a slot may be free for them, and in full batches where all are taken. While
   interactive windows are being written, bulk ones are encoded in half batches, one at a scheduling point: so those take
   about twice as long as alone, and bulk loses next to nothing. While interactive ones wait, the batch is an eighth.
+- Bulk windows enter slots a few at a time (`Queues.group_size`), because reading prompts costs nearly as much for one
+  as for eight; interactive ones enter at once, and take along those that wait.
 - Few wait with their encodings: fewer than two encoder batches of new windows in each class, and those that have been
   in slots before, of which `_RETURNED_WAITING` hold new ones back.
 """
@@ -72,7 +74,7 @@ class Queues:
         """How many the engine has: a request that may have as many needs no watching."""
 
         self._encodes_passed = 0  # turns of interactive windows while bulk ones waited
-        self._slots_passed: defaultdict[Kind, int] = defaultdict(int)
+        self._slots_passed = 0  # interactive windows that got slots while bulk ones waited
 
     def __iter__(self) -> Iterator[Queue]:
         return iter((self.interactive, self.bulk))
@@ -132,44 +134,56 @@ class Queues:
         # Encoded ones that wait have found no slot: there is time for a full batch.
         return len(queue.staged) >= (batch if waiting else 1)
 
-    def next_to_enter(self, kind: Kind, room: int) -> list[Task]:
-        """The windows of a kind that get its free slots, so many."""
+    def group_size(self, kind: Kind, batch: int) -> int:
+        """How many bulk windows of a kind are to enter slots together: an eighth of the slots, an encoder batch."""
+        return max(1, min(batch, self._rows(kind) // TURNS))
+
+    def turn(self) -> list[Task]:
+        """When it is bulk's turn to get a slot: its windows, of which the first that can enter is to do so."""
+        if self._slots_passed < TURNS - 1:
+            return []
+        return list(self._within_limits(self.bulk.ready()))
+
+    def turn_taken(self) -> None:
+        """Bulk has had its turn."""
+        self._slots_passed -= TURNS - 1
+
+    def next_to_enter(self, kind: Kind, room: int, batch: int, *, is_idle: bool) -> list[Task]:
+        """The windows of a kind that get its free slots, so many. is_idle: there is nothing in any slot."""
         first = list(self._within_limits(self.interactive.ready(kind)))
-        then = deque(self._within_limits(self.bulk.ready(kind)))
-        if not first or not then:
-            self._slots_passed.pop(kind, None)
-            return [*first, *then][:room]
-        order: list[Task] = []
-        passed = self._slots_passed[kind]
-        for task in first:
-            if passed >= TURNS - 1 and then:
-                order.append(then.popleft())
-                passed = 0
-            order.append(task)
-            passed += 1
-        group = [*order, *then][:room]
-        for task in group:
-            is_bulk = self.of(task.owner) is self.bulk
-            self._slots_passed[kind] = 0 if is_bulk else self._slots_passed[kind] + 1
+        then = list(self._within_limits(self.bulk.ready(kind)))
+        if not first and not is_idle and room < min(self.group_size(kind, batch), len(then)):
+            return []
+        group = [*first, *then][:room]
+        entering = set(group)
+        if all(task in entering for task in self._within_limits(self.bulk.ready())):
+            self._slots_passed = 0  # none waits
+        else:
+            self._slots_passed += min(len(first), room)
         return group
+
+    def _rows(self, kind: Kind) -> int:
+        return max(1, self.slots // kind[0])
 
     def to_preempt(self, slots: Mapping[Any, Task]) -> list[Any]:
         """The slots that bulk windows are to leave; to be asked when all that could has been admitted."""
         waiting: defaultdict[Kind, list[Task]] = defaultdict(list)
         for task in self._within_limits(self.interactive.ready()):
             waiting[task.kind].append(task)
-        out: list[Any] = []
+        leaving: dict[Any, None] = {}
         for kind, tasks in waiting.items():
             entitled = sum(task.passed_over for task in tasks)
             for task in tasks:
                 task.passed_over = True
-            of_kind = [(slot, task) for slot, task in slots.items() if task.kind == kind]
-            of_bulk = [(slot, task) for slot, task in of_kind if self.of(task.owner) is self.bulk]
-            spare = len(of_bulk) - len(of_kind) // TURNS
+            rivals = {slot: task for slot, task in slots.items() if task.kind == kind}
+            if len(rivals) < self._rows(kind):  # it is not their lane that is full, but the memory of all
+                rivals = dict(slots)
+            of_bulk = [slot for slot, task in rivals.items() if self.of(task.owner) is self.bulk]
+            spare = len(of_bulk) - len(rivals) // TURNS
             # Those admitted last have the least to write again.
-            victims = (slot for slot, task in reversed(of_bulk) if not task.preempted)
-            out += islice(victims, max(0, min(entitled, spare)))
-        return out
+            victims = (slot for slot in reversed(of_bulk) if not slots[slot].preempted and slot not in leaving)
+            leaving |= dict.fromkeys(islice(victims, max(0, min(entitled, spare))))
+        return list(leaving)
 
     def _is_limited(self, request: Request) -> bool:
         return request.batch_size is not None and request.batch_size < self.slots
