@@ -403,3 +403,27 @@ def test_every_request_is_answered_once_and_no_slot_is_lost(
             assert "unencodable" not in each["inputs"]
             failed = sum(job.error is not None for job in answer.jobs)
             assert failed == each["inputs"].count("poisoned")
+
+
+def test_the_engine_grows_for_a_larger_request_although_it_is_never_idle() -> None:
+    small = engine(rows=2)
+    small.rows = 2
+    sizes: list[int] = []
+
+    def resize(slots: int) -> None:
+        assert not small.active
+        small.rows = slots
+        sizes.append(slots)
+
+    clockwork = Clockwork(small)
+    clockwork.mixer = Mixer(small, 4, 8, resize)
+    few = clockwork.submit(seconds(100), "bulk", batch_size=2)
+    clockwork.run(until=lambda: len(few.jobs) > 10)
+    assert sizes == [2]
+    many = clockwork.submit(seconds(100, CLIP), "bulk")
+    clockwork.run(until=lambda: len(many.jobs) > 10)
+    assert sizes == [2, 8]
+    assert sum(round(float(slot.pcm[0]), 2) == BULK for slot in small.active) <= 2
+    clockwork.run()
+    assert len(few.jobs) == len(many.jobs) == 100
+    assert sizes in ([2, 8], [2, 8, 2])

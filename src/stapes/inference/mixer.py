@@ -26,7 +26,7 @@ class Mixer:
     """Drives an engine through the windows of requests; all in one thread.
 
     steps: tokens written in each slot from one scheduling point to the next. resize: makes the engine's slots anew, so
-    many; called while no window is on its way. slots: how many the engine has.
+    many; called while no window is in any. slots: how many the engine has.
     """
 
     def __init__(self, engine: Engine, steps: int, slots: int, resize: Callable[[int], None] | None) -> None:
@@ -38,6 +38,7 @@ class Mixer:
         """Another thread wants the next scheduling point soon."""
 
         self._resize, self._default_slots = resize, slots
+        self._draining = False  # nothing may enter slots, so that there can be more of them
         self._in_doubt = False  # an operation on slots has failed: they must be made anew
         self._parked: dict[Window, Request] = {}  # encoded, until the language is known
         self._stuck = 0
@@ -88,15 +89,17 @@ class Mixer:
         return worked
 
     def _fit(self) -> None:
-        """Give the engine as many slots as the requests ask for, at a moment when nothing is on its way.
+        """Make the engine have as many slots as the request that asks for the most; others are kept to fewer.
 
-        While something is, a request that asks for fewer is kept to them, and one that asks for more has what there is.
+        That needs a moment with nothing in slots. To have fewer slots, it is waited for; to have more, it is brought
+        about: no window enters any more until all have left.
         """
         requests = self.requests
-        if self._resize is None or not requests or self._parked or any(request.tasks for request in requests):
+        if self._resize is None or not requests:
             return
         wanted = max(request.batch_size or self._default_slots for request in requests)
-        if wanted != self.queues.slots or self._in_doubt:
+        self._draining = bool(self.slots) and wanted > self.queues.slots
+        if not self.slots and (wanted != self.queues.slots or self._in_doubt):
             self._resize(wanted)
             self.queues.slots, self._in_doubt = wanted, False
 
@@ -188,6 +191,8 @@ class Mixer:
 
     def _admit(self) -> bool:
         """Put encoded windows into free slots, together with others of the same kind."""
+        if self._draining:
+            return False
         admitted = self._admit_in_turn()
         for kind, attempt in {task.kind: task.attempt for task in self.queues.ready()}.items():
             assert attempt is not None
@@ -226,7 +231,7 @@ class Mixer:
 
     def _preempt(self) -> bool:
         """Let interactive windows that wait for the second time have slots of bulk ones."""
-        leaving = self.queues.to_preempt(self.slots)
+        leaving = [] if self._draining else self.queues.to_preempt(self.slots)
         for slot in leaving:
             task = self._free(slot)
             task.preempted = task.returned = True
