@@ -19,7 +19,7 @@ test: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports
-	$(BIN)/stapes kernels compile
+	$(BIN)/stapes kernels compile --record src/stapes/kernels/compiled.txt
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist loadgroup
 
 # The long comparison against kept reference transcripts: needs ../shared/data and about an hour.

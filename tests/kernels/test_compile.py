@@ -113,6 +113,22 @@ def test_a_damaged_cache_is_compiled_anew(monkeypatch):
     assert gate._read(kept) == before.facts
 
 
+def test_a_record_stands_in_for_an_empty_cache(monkeypatch, tmp_path):
+    monkeypatch.setenv("MADE_KERNELS", "good,left_out")
+    record = tmp_path / "compiled.txt"
+    record.write_text("of-another-kernel\n")
+    (first, _) = made(record=record)
+    kept = record.read_text().split()
+    assert len(kept) == 2
+    assert "of-another-kernel" in kept
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "elsewhere"))
+    (again, _) = made(record=record)
+    assert (first.is_cached, again.is_cached, again.problems) == (False, True, ())
+    monkeypatch.setenv("MADE_KERNELS", "product,spilling")
+    assert [outcome.is_cached for outcome in made(record=record)] == [False, False]
+    assert len(record.read_text().split()) == 3
+
+
 def test_what_fails_is_not_remembered(monkeypatch):
     monkeypatch.setenv("MADE_KERNELS", "good,spilling")
     for _ in range(2):

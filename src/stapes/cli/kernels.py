@@ -29,6 +29,7 @@ def compile_kernels(
     targets: str = "",
     kernels: str = "",
     table: Path | None = None,
+    record: Path | None = None,
     cache: bool = True,
     workers: int | None = None,
     json: bool = False,
@@ -53,6 +54,9 @@ def compile_kernels(
         Parts of kernels' names separated by commas. Default: all.
     table:
         Write the table to this Markdown file, which keeps a section for each version of Triton.
+    record:
+        File that names what passed, kept with the source: a machine with an empty cache compiles only what changed
+        since. What passes now is written into it.
     cache:
         Count what passed before; --no-cache compiles everything.
     workers:
@@ -75,7 +79,9 @@ def compile_kernels(
             terminal.note(f"{name}: {outcome.seconds:.0f} s")
 
     version = triton_version()
-    outcomes = compile_all(_listed(targets), _listed(kernels), workers=workers, use_cache=cache, report=report)
+    outcomes = compile_all(
+        _listed(targets), _listed(kernels), workers=workers, use_cache=cache, record=record, report=report
+    )
     if table is not None:
         _write(table, lambda page: update_page(page, version, outcomes))
     failed = any(outcome.problems for outcome in outcomes)

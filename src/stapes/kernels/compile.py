@@ -25,7 +25,7 @@ from typing import Any
 
 import stapes.kernels
 from stapes.devices.machine import available_cores
-from stapes.errors import DeviceError, UsageError
+from stapes.errors import DeviceError, OutputError, UsageError
 from stapes.kernels import code_object
 from stapes.kernels.code_object import CodeFacts, DamagedCode, amd_facts, nvidia_facts
 from stapes.kernels.jit import has_triton, is_interpreted
@@ -85,6 +85,7 @@ def compile_all(
     modules: Sequence[str] = (),
     workers: int | None = None,
     use_cache: bool = True,
+    record: Path | None = None,
     report: Callable[[Outcome], None] = lambda outcome: None,
 ) -> list[Outcome]:
     """Compile and check, several at a time; by target, then by kernel.
@@ -95,6 +96,8 @@ def compile_all(
         modules: files of kernels to compile in place of the project's own.
         workers: processes. Default: one for each core.
         use_cache: whether what passed before counts.
+        record: a file that names what passed, for machines with an empty cache: that is not compiled again, and what
+            is compiled now is added. What is there no more is taken out where all of the table was asked for.
         report: told each outcome as it comes.
 
     Raises:
@@ -108,15 +111,20 @@ def compile_all(
     chosen = [TARGETS[name] for name in targets or TARGETS]
     outcomes: dict[_Task, Outcome] = {}
     waiting: dict[_Task, Path] = {}
+    keys: dict[_Task, str] = {}
+    recorded = _read_record(record)
     for task, case, target in _tasks(modules or kernel_modules(), chosen, kernels):
         named = Outcome(case.name, case.dtype, target.name)
         refusal = case.skip or triton_refusal(target, version)
-        kept = cache_folder() / f"{_key(case, target, version)}.json"
+        keys[task] = _key(case, target, version)
+        kept = cache_folder() / f"{keys[task]}.json"
         facts = _read(kept) if use_cache else None
         if refusal:
             outcomes[task] = replace(named, skipped=refusal)
         elif facts:
             outcomes[task] = replace(named, facts=facts, problems=check(case, target, facts), is_cached=True)
+        elif use_cache and keys[task] in recorded:
+            outcomes[task] = replace(named, is_cached=True)
         else:
             outcomes[task] = named
             waiting[task] = kept
@@ -130,6 +138,10 @@ def compile_all(
         if facts and not outcomes[task].problems:
             _write(waiting[task], facts)
         report(outcomes[task])
+    if record is not None:
+        passed = {keys[task] for task, outcome in outcomes.items() if not outcome.problems and not outcome.skipped}
+        is_whole = not (targets or kernels or modules)
+        _write_record(record, passed if is_whole else passed | recorded, recorded)
     return list(outcomes.values())
 
 
@@ -225,7 +237,7 @@ def _pool(tasks: Iterable[_Task], workers: int) -> Iterator[tuple[_Task, dict[st
             for future in as_completed(futures):
                 yield futures[future], future.result()
         finally:
-            pool.shutdown(wait=False, cancel_futures=True)
+            pool.shutdown(wait=True, cancel_futures=True)
 
 
 def _one_thread() -> None:
@@ -281,11 +293,29 @@ def _write(path: Path, facts: CodeFacts) -> None:
         pass
 
 
+def _read_record(path: Path | None) -> set[str]:
+    try:
+        return set(path.read_text(encoding="utf-8").split()) if path else set()
+    except FileNotFoundError:
+        return set()
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path}: the record cannot be read ({error}); give another file") from error
+
+
+def _write_record(path: Path, keys: set[str], before: set[str]) -> None:
+    if keys == before:
+        return
+    try:
+        path.write_text("".join(f"{key}\n" for key in sorted(keys)), encoding="utf-8")
+    except OSError as error:
+        raise OutputError(f"{path}: the record cannot be written ({error}); give another file") from error
+
+
 def _assembler() -> str | None:
     """NVIDIA's assembler that Triton brings and uses."""
-    from triton import knobs
+    from triton.backends.nvidia.compiler import get_ptxas
 
-    return knobs.nvidia.ptxas.path
+    return get_ptxas(90).path
 
 
 @contextmanager
