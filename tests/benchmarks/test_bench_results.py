@@ -12,7 +12,7 @@ import pytest
 from made_bench import MACHINE, bench, row
 
 from stapes.benchmarks import anonymous, submit
-from stapes.benchmarks.records import BenchResult, compare_runs, read_bench, write_bench
+from stapes.benchmarks.records import BenchResult, Weights, compare_runs, read_bench, write_bench
 from stapes.benchmarks.results_page import BLANK, load_results, render
 from stapes.cli.main import main
 from stapes.devices import machine
@@ -84,7 +84,7 @@ def test_without_any_run_the_page_is_blanks_beside_the_published_rows() -> None:
     notes = {number for line in published for number in re.findall(r"\[\^(\d+)\]", line)}
     assert published
     assert all("[^" in line for line in published)
-    assert all(f"[^{number}]: Blog post" in page for number in notes)
+    assert all(re.search(rf"\[\^{number}\]: (Blog post|MLPerf Inference)", page) for number in notes)
     assert "Implausibly slow" in page
 
 
@@ -101,6 +101,29 @@ def test_measured_rows_carry_run_command_commit_and_hardware_and_fill_only_their
     for fact in ("--model medium", "aaaaaaaaaaaaa", "AMD EPYC 9654", "AMD Instinct MI300X", "ROCm 7.2", "a.json"):
         assert fact in runs
     assert "2.00 (2.00–2.00)" in page.partition("## Beside other systems")[2]
+
+
+def test_rows_of_the_mlperf_recipe_fill_their_blank_and_no_other() -> None:
+    facts = {"device": "rocm", "device_name": "AMD Instinct MI300X", "threads": 96, "precision": "bf16"}
+    case = {"work": "windows", **facts, "cache": "bf16", "slots": 128, "windows": 1280, "sound_seconds": 38400.0}
+    measured = row(30.0, "rocm", ours=(10.0, 8.0, 12.8), transformers=5.0)
+    measured.case = case
+    measured.ours.figures = {"tokens_per_second": 8192.0, "mfu": 0.25, "encoder_of_product": 0.8, "step_of_copy": None}
+    alone = row(30.0, "rocm", ours=(0.05, 0.06, 0.04))
+    alone.case = {"work": "latency", **facts, "cache": "int8"}
+    weights = Weights(name="large-v3", kind="random", tokens=64)
+    page = render([("a.json", bench(measured, alone, name="mlperf", weights=weights))])
+    ours = [line for line in page.splitlines() if line.startswith("| AMD Instinct MI300X, stapes | large-v3")]
+    assert len(ours) == 2
+    cells = [cell.strip() for cell in ours[0].strip("|").split("|")]
+    assert cells[2:7] == ["bf16, 128", "R1", "128.0 (100.0–160.0)", "3840", "8192"]
+    assert cells[7:10] == ["25.00", "80.00", "–"]
+    assert cells[-1] == "5.00 (5.00–5.00), transformers"
+    assert "bf16, int8 cache | R1 | 50.0 (40.0–60.0)" in ours[1]
+    assert "| Instinct MI300X, stapes | large-v3 | bf16:" not in page
+    assert "| H200, stapes | large-v3 | bf16:" in page
+    assert "same recording" in page
+    assert page.partition("## Beside other systems")[2].count("transformers") == page.count("--peer transformers`\n")
 
 
 def test_the_same_results_give_the_same_page_and_trial_runs_give_none(tmp_path: Path) -> None:

@@ -126,3 +126,36 @@ OBJECTIVES = (
         source=f"{BLOG} Corpus, size of the network and GPU are not known to us.",
     ),
 )
+
+
+@dataclass(frozen=True, kw_only=True)
+class WindowsPerSecond:
+    """Windows of at most 30 s that one accelerator transcribes in a second."""
+
+    hardware: str
+    model: str
+    how: str
+    windows_per_second: float
+    source: str
+
+
+MLPERF = (
+    WindowsPerSecond(
+        hardware="H200 SXM",
+        model="large-v3",
+        how="TensorRT-LLM, fp16, batch 256",
+        windows_per_second=67.9,
+        source="MLPerf Inference v5.1, Offline, HPE's submission: 542.9 samples/s on eight of them, divided by eight; "
+        "read from the results that MLCommons publishes (inference_results_v5.1). Real speech of about 23 s a window, "
+        "real weights, texts end when they do: another amount of work than a fixed number of tokens.",
+    ),
+)
+
+MLPERF_WANTED = (
+    ("H200", "large-v3", "bf16", ""),
+    ("H200", "large-v3", "bf16, int8 cache", " --int8-cache"),
+    ("H200", "turbo", "bf16", ""),
+    ("Instinct MI300X", "large-v3", "bf16", ""),
+    ("Radeon RX 7900 XTX", "turbo", "bf16", ""),
+)
+"""What ought to be measured: a part of the device's name, model, precision, and the option of the command."""

@@ -6,7 +6,7 @@ fixed. Everything else is the real thing: the same engine, batches, windows and 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice, product
 from pathlib import Path
@@ -20,9 +20,6 @@ from stapes.checkpoints.formats import EMBEDDING, WhisperCheckpoint
 from stapes.checkpoints.sizes import published_config
 from stapes.devices.backend import choose_dtype, resolve
 from stapes.errors import UsageError
-from stapes.inference.engine import DecodeRequest
-from stapes.inference.lanes import Slot
-from stapes.inference.torch_whisper import TorchWhisperEngine
 from stapes.models.whisper import Whisper, WhisperConfig, sinusoids
 from stapes.options import Precision, TranscribeOptions
 from stapes.recognizer import Recognizer, assemble
@@ -30,24 +27,6 @@ from stapes.text.tokenizers import LANGUAGES, WhisperTokenizer
 
 _SCALE = 0.02
 """Standard deviation of the matrices: small enough that no activation overflows in half precision."""
-
-
-class FixedLengthEngine(TorchWhisperEngine):
-    """Writes exactly ``tokens`` tokens in every window: only text may be written, and then there is no more room."""
-
-    tokens = 0
-
-    def admit(self, requests: Sequence[DecodeRequest], encoded: Sequence[Tensor]) -> list[Slot]:
-        """As the engine's own, with the end and the times forbidden and the room for text cut to size.
-
-        A time that noise happened to write would make the rest of the window be heard again.
-        """
-        no_text = tuple(range(self.vocabulary.end, self.vocabulary.size))
-        endless = [replace(each, suppressed=(*each.suppressed, *no_text), stop_loops=False) for each in requests]
-        slots = super().admit(endless, encoded)
-        for slot in slots:
-            slot.limit = min(slot.limit, self.tokens)
-        return slots
 
 
 def without_judgement(options: TranscribeOptions) -> TranscribeOptions:
@@ -74,6 +53,7 @@ def load_random(
 ) -> Recognizer:
     """A recogniser of the published size ``name`` with random weights; every window becomes ``tokens`` tokens.
 
+    That holds for the default ``suppress_tokens`` and for options ``without_judgement``.
     Raises UsageError for a name whose size is not known, and for more tokens than a window can have.
     """
     config = published_config(name)
@@ -83,6 +63,7 @@ def load_random(
         torch.set_num_threads(threads)
     where = resolve(device)
     dtype = choose_dtype(precision, where)
+    tokenizer = random_tokenizer(config)
     checkpoint = WhisperCheckpoint(
         name=name,
         path=Path(f"random-{name}"),
@@ -90,12 +71,17 @@ def load_random(
         read=lambda: random_weights(config, seed, torch.float32 if where.backend == "cpu" else dtype),
         tokenizer=None,
         alignment_heads=published_heads(config, Path(f"random-{name}")),
+        # Text only: the end would cut a window short, and a time would make the rest of it be heard again.
+        suppress_tokens=text_only(tokenizer, config.vocab_size),
     )
-    tokenizer = random_tokenizer(config)
-    recognizer = assemble(name, checkpoint, tokenizer, where, dtype, batch_size, FixedLengthEngine)
-    assert isinstance(recognizer.engine, FixedLengthEngine)
-    recognizer.engine.tokens = tokens
+    recognizer = assemble(name, checkpoint, tokenizer, where, dtype, batch_size)
+    recognizer.engine.exact_tokens = tokens
     return recognizer
+
+
+def text_only(tokenizer: WhisperTokenizer, vocab_size: int) -> tuple[int, ...]:
+    """What to suppress so that a window never ends by itself: all that is no text, and what text never needs."""
+    return tuple(sorted({*tokenizer.non_speech_tokens(), *range(tokenizer.eot, vocab_size)}))
 
 
 def random_weights(config: WhisperConfig, seed: int, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:

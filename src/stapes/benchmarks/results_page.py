@@ -63,6 +63,13 @@ def render(results: Sequence[tuple[str, BenchResult]]) -> str:
         _INTRO,
         "## Whisper on CPU and GPU\n\nSeconds to transcribe a recording; fewer is better.\n",
         _whisper(labelled, note),
+        "## Windows per second\n\nMLPerf's Whisper recipe: windows of at most 30 s in the host's memory → text, "
+        "greedy; more is better. Tokens are those that the decoder writes, prompt and end not counted. MFU is model "
+        "operations ÷ the data sheet's dense peak; the encoder is set against a large matrix product, a decoder step "
+        "against a large copy of the same run.\n",
+        _mlperf(labelled, note),
+        "One clip of 10 s alone, 30 tokens, from samples to text:\n",
+        _latency(labelled),
         "## wav2vec 2.0 by platform\n",
         _wav2vec2(labelled, note),
         "## CTC and attention\n\nWhat each costs to train, and how well it hears then.\n",
@@ -196,9 +203,9 @@ def _peers(results: Sequence[Labelled]) -> str:
     rows = []
     for label, result in results:
         for row in result.rows:
-            if not row.ratios:
-                continue
             case = row.case
+            if not row.ratios or "audio_seconds" not in case:
+                continue
             length = next((name for value, name in LENGTHS if value == case.get("audio_seconds")), None)
             where = [
                 _device(result, case),
@@ -217,6 +224,78 @@ def _peers(results: Sequence[Labelled]) -> str:
     if not rows:
         return f"{BLANK}: `stapes bench transcribe --peer faster-whisper --peer transformers`\n"
     return table(header, rows, right=3)
+
+
+def _mlperf(results: Sequence[Labelled], note: Footnotes) -> str:
+    header = ["hardware", "model", "precision, slots", "run", "windows/s", "× real time", "tokens/s", "MFU, %"]
+    header += ["encoder, % of product", "step, % of copy", "memory, GB", "× as fast as the peer"]
+    rows: list[list[str]] = []
+    for each in published.MLPERF:
+        where = [f"*{each.hardware}*{note(each.source)}", f"*{each.model}*", f"*{each.how}*", "*published*"]
+        rows.append([*where, f"*{each.windows_per_second:g}*", *["–"] * 7])
+    ours = _mlperf_rows(results, "windows")
+    keys = {(_device(result, row.case), result.weights.name, _mlperf_precision(row)) for _, result, row in ours}
+    for part, model, precision, option in published.MLPERF_WANTED:
+        if not any(part in device and [model, precision] == rest for device, *rest in keys):
+            command = f"stapes bench mlperf --random-weights {model} --precision bf16{option} --peer transformers"
+            rows.append([f"{part}, stapes", model, f"{precision}: `{command}`", *[BLANK] * 9])
+    return table(header, rows + [_mlperf_line(*each) for each in ours], right=8)
+
+
+def _mlperf_rows(results: Sequence[Labelled], work: str) -> list[tuple[str, BenchResult, CaseRow]]:
+    return [
+        (label, result, row)
+        for label, result in results
+        if result.name == "mlperf"
+        for row in result.rows
+        if row.case.get("work") == work
+    ]
+
+
+def _mlperf_precision(row: CaseRow) -> str:
+    """Of the weights, and of the cache where it is another."""
+    precision, cache = row.case["precision"], row.case["cache"]
+    return precision if cache == precision else f"{precision}, {cache} cache"
+
+
+def _mlperf_line(label: str, result: BenchResult, row: CaseRow) -> list[str]:
+    case, figures, times = row.case, row.ours.figures, row.ours.wall_seconds
+    reserved = figures.get("reserved_bytes")
+    return [
+        f"{_device(result, case)}, stapes",
+        _model(result),
+        f"{_mlperf_precision(row)}, {case['slots']}",
+        label,
+        # The longest time is the lowest rate.
+        f"{case['windows'] / times.median:.1f} ({case['windows'] / times.high:.1f}–{case['windows'] / times.low:.1f})",
+        f"{case['sound_seconds'] / times.median:.0f}",
+        f"{figures.get('tokens_per_second') or 0.0:.0f}",
+        *(_percent(figures.get(name)) for name in ("mfu", "encoder_of_product", "step_of_copy")),
+        "–" if reserved is None else f"{reserved / 1e9:.1f}",
+        _faster(row),
+    ]
+
+
+def _faster(row: CaseRow) -> str:
+    ratios = (f"{spread(each.times_as_fast, lambda value: f'{value:.2f}')}, {each.peer}" for each in row.ratios)
+    return "; ".join(ratios) or "–"
+
+
+def _latency(results: Sequence[Labelled]) -> str:
+    header = ["hardware", "model", "precision", "run", "milliseconds", "× as fast as the peer"]
+    rows = [
+        [
+            f"{_device(result, row.case)}, stapes",
+            _model(result),
+            _mlperf_precision(row),
+            label,
+            spread(row.ours.wall_seconds, lambda value: f"{1e3 * value:.1f}"),
+            _faster(row),
+        ]
+        for label, result, row in _mlperf_rows(results, "latency")
+    ]
+    command = "stapes bench mlperf --random-weights large-v3 --precision bf16 --peer transformers --latency"
+    return table(header, rows, right=2) if rows else f"{BLANK}: `{command}`\n"
 
 
 def _allreduce(results: Sequence[Labelled]) -> str:

@@ -22,7 +22,7 @@ class Contender:
     """A system, loaded and warm.
 
     ``run`` does the work once; it returns when the work is done, GPUs included. ``judge`` says afterwards, outside
-    the clock, what came of it.
+    the clock, what came of it; ``prepare`` comes before it, outside the clock too.
     """
 
     system: str
@@ -32,6 +32,7 @@ class Contender:
     run: Callable[[], Any]
     judge: Callable[[Any], Mapping[str, float | None]] = lambda output: {}
     gpu: int | None = None
+    prepare: Callable[[], None] = lambda: None
 
     @property
     def label(self) -> str:
@@ -65,6 +66,7 @@ def measure(case: Case, rounds: int, log: Callable[[str], None]) -> CaseRow:
     for number in range(rounds):
         order = list(enumerate(contenders))
         for place, contender in order if number % 2 == 0 else reversed(order):
+            contender.prepare()
             gc.collect()
             machine.reset_peak_memory(contender.gpu)
             meter = machine.EnergyMeter(contender.gpu)

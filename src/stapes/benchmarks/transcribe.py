@@ -76,17 +76,7 @@ class TranscribeBench:
 
     def weights(self) -> Weights:
         """Whose weights run. Raises UsageError, ModelError where they are not here."""
-        if self.random_tokens is not None:
-            with torch.device("meta"):
-                network = Whisper(published_config(self.model))
-            parameters = sum(parameter.numel() for parameter in network.parameters())
-            return Weights(name=self.model, kind="random", parameters=parameters, tokens=self.random_tokens)
-        if catalog.find(self.model, self.model_dir) is None:
-            catalog.pull(self.model, self.model_dir, offline=self.offline)
-        location = catalog.find(self.model, self.model_dir)
-        if location is None:
-            raise ModelError(f"{self.model} is not on this machine: `stapes models pull {self.model}`")
-        return Weights(name=self.model, kind="real", sha256=_sha256(location))
+        return describe_weights(self.model, self.random_tokens, self.model_dir, offline=self.offline)
 
     def cases(self) -> Iterator[Case]:
         """The rows. Models stay loaded from one length to the next."""
@@ -107,6 +97,26 @@ class TranscribeBench:
                         },
                         lambda recording=recording, systems=systems: systems.contenders(recording),
                     )
+
+
+def describe_weights(
+    model: str, random_tokens: int | None, model_dir: str | None = None, *, offline: bool = False
+) -> Weights:
+    """Whose weights run, downloaded if need be. random_tokens: as for `TranscribeBench`.
+
+    Raises UsageError for a size that is not known, ModelError where the weights are not here and cannot be had.
+    """
+    if random_tokens is not None:
+        with torch.device("meta"):
+            network = Whisper(published_config(model))
+        parameters = sum(parameter.numel() for parameter in network.parameters())
+        return Weights(name=model, kind="random", parameters=parameters, tokens=random_tokens)
+    if catalog.find(model, model_dir) is None:
+        catalog.pull(model, model_dir, offline=offline)
+    location = catalog.find(model, model_dir)
+    if location is None:
+        raise ModelError(f"{model} is not on this machine: `stapes models pull {model}`")
+    return Weights(name=model, kind="real", sha256=_sha256(location))
 
 
 class _Loading:

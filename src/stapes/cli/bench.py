@@ -13,6 +13,7 @@ from cyclopts import App, Parameter
 
 from stapes.cli.bench_allreduce import allreduce
 from stapes.cli.bench_kernels import kernels
+from stapes.cli.bench_mlperf import mlperf
 from stapes.cli.bench_run import listed, measure
 from stapes.cli.terminal import Terminal, to_json
 from stapes.errors import OutputError, UsageError
@@ -34,6 +35,7 @@ app = App(
 
 app.command(allreduce)
 app.command(kernels)
+app.command(mlperf)
 
 _UNITS = {"s": 1.0, "sec": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0}
 
