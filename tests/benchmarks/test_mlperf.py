@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -17,13 +18,14 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from stapes import recognizer
 from stapes.benchmarks import mlperf, random_weights, transcribe
-from stapes.benchmarks.engine_loop import greedy_request, transcribe_windows
+from stapes.benchmarks.engine_loop import Written, greedy_request, transcribe_windows
 from stapes.benchmarks.mlperf_windows import noise_windows, pack, packed_windows
 from stapes.benchmarks.random_weights import load_random, random_tokenizer, without_judgement
 from stapes.benchmarks.records import read_bench
 from stapes.benchmarks.roofline import decoder_operations, encoder_operations, memory_operations, step_bytes
+from stapes.benchmarks.transformers_peer import TransformersPeer
 from stapes.cli.main import main
-from stapes.errors import DeviceError, UsageError
+from stapes.errors import DeviceError, ModelError, UsageError
 from stapes.inference.engine import DecodeRequest, DecodeResult
 from stapes.inference.gpu_whisper import GpuWhisperEngine
 from stapes.inference.torch_whisper import TorchWhisperEngine
@@ -189,6 +191,38 @@ def test_a_step_reads_every_matrix_once_and_all_keys_and_values_of_every_window(
     assert found.total == found.weights + found.memory + found.cache
     in_bytes = step_bytes(SMALL, 7, 20, weight_bytes=2, cache_bytes=2, memory_bytes=1)
     assert found.memory / 2 < in_bytes.memory < 0.51 * found.memory
+
+
+class Crowded(TransformersPeer):
+    """A peer that takes a moment a batch, and has room for so many windows at a time; for more when we make way."""
+
+    def __init__(self, room: int) -> None:
+        self.device, self.room = torch.device("cpu"), room
+
+    def transcribe(self, windows: Sequence[np.ndarray], batch: int, tokens: int, *, exact: bool) -> list[Written]:
+        if batch > self.room:
+            raise torch.OutOfMemoryError("no room")
+        time.sleep(0.01)
+        return []
+
+
+def test_the_peer_runs_at_its_best_size_of_those_that_fit_and_asks_us_once_to_make_way() -> None:
+    peer, asked = Crowded(4), []
+
+    def make_room() -> bool:
+        asked.append(peer.room)
+        peer.room = 8
+        return len(asked) == 1
+
+    def best(count: int, sizes: Sequence[int]) -> int:
+        windows = noise_windows(count).pcm
+        return peer.best_batch(windows, sizes, 5, exact=True, make_room=make_room, log=lambda line: None)
+
+    assert best(16, [16, 2, 8, 4]) == 8
+    assert asked == [4, 8]
+    assert best(3, [2, 64]) == 3  # there are no more windows
+    with pytest.raises(ModelError, match="--peer-batches"):
+        best(16, [16])
 
 
 WORDS = ["bench", "mlperf", "--random-weights", "tiny", "--device", "cpu", "--windows", "4", "--tokens", "5"]

@@ -85,10 +85,11 @@ def transcribe_windows(
     while places:
         engine.step(engine.steps_per_look)
         put_down()
-        for slot, result in engine.harvest():
+        # From the last one on: then none of them has to move into the place of another, only to be let go itself.
+        for slot, result in reversed(engine.harvest()):
             engine.release(slot)
             ended.append((places.pop(slot), result.tokens))
-            fill()  # as soon as there is room: the device has work again before the next one is let go
+        fill()
     put_down()
     return [each for each in written if each is not None]
 
@@ -154,7 +155,7 @@ def time_step(
                 slots += engine.admit([request] * len(part), part)
             engine.step(before - 1)
             (time,) = timed(engine.device, lambda: engine.step(_TIMED_STEPS), 1, warm=True)
-            for slot in slots:
+            for slot in reversed(slots):
                 engine.release(slot)
             if attempt:  # the first captures graphs
                 seconds.append(time / _TIMED_STEPS)

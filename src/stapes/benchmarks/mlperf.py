@@ -10,7 +10,7 @@ import gc
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch
@@ -197,15 +197,6 @@ class MlperfRun(Run):
         """The peer, and its best batch size."""
         settings = self._settings
         self._log("loading the peer")
-        peer = TransformersPeer(
-            None if settings.random else settings.model,
-            subject.config,
-            subject.tokenizer,
-            self._where,
-            subject.engine.dtype,
-            language=settings.language,
-            model_dir=settings.model_dir,
-        )
 
         def make_room() -> bool:
             if self._is_crowded or not self._is_gpu:
@@ -215,6 +206,23 @@ class MlperfRun(Run):
             _clear(subject)
             return True
 
+        def load() -> TransformersPeer:
+            return TransformersPeer(
+                None if settings.random else settings.model,
+                subject.config,
+                subject.tokenizer,
+                self._where,
+                subject.engine.dtype,
+                language=settings.language,
+                model_dir=settings.model_dir,
+            )
+
+        peer = None
+        with suppress(torch.OutOfMemoryError):
+            peer = load()
+        if peer is None:  # what the error held is free by now
+            make_room()
+            peer = load()
         sizes = settings.peer_batches
         batch = peer.best_batch(
             windows.pcm, sizes, settings.most_tokens, exact=settings.random, make_room=make_room, log=self._log
