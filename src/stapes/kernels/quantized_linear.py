@@ -31,7 +31,7 @@ Method = Literal["auto", "tile", "scratch"]
 _MOST_TILE_ROWS = 256
 """Above this many rows the BLAS on widened weights is faster."""
 
-_SCRATCH = {"cpu": 1 << 19, "cuda": 1 << 23}
+SCRATCH = {"cpu": 1 << 19, "cuda": 1 << 23}
 """Weights that are widened at once: scratch memory of 16 MB in half precision, whatever the matrix. On a CPU they stay
 in its cache, which makes the output projection of Whisper base several times as fast."""
 
@@ -52,91 +52,59 @@ def _finish(total, bias_ptr, residual_ptr, column, row, rows, outputs, GELU: tl.
 
 
 @kernel
-def _linear_int8(
+def _linear(
     x_ptr, values_ptr, scales_ptr, bias_ptr, residual_ptr, out_ptr, rows, outputs, inputs, stride_x,
-    GELU: tl.constexpr, WIDEN: tl.constexpr, SPLITS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    GELU: tl.constexpr, WIDEN: tl.constexpr, SPLITS: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
+    BYTES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """A tile of BLOCK_N outputs by BLOCK_M rows: the weights are the left factor, for they are the many."""
-    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
-    split = tl.program_id(2)
-    part = tl.cdiv(tl.cdiv(inputs, BLOCK_K), SPLITS) * BLOCK_K
-    x_row_ptr = x_ptr + row[None, :].to(tl.int64) * stride_x
-    total = tl.zeros((BLOCK_N, BLOCK_K if BLOCK_M == 1 else BLOCK_M), tl.float32)
-    for first in range(split * part, tl.minimum((split + 1) * part, inputs), BLOCK_K):
-        k = first + tl.arange(0, BLOCK_K)
-        inside = (column[:, None] < outputs) & (k[None, :] < inputs)
-        weight = tl.load(values_ptr + column[:, None] * inputs + k[None, :], mask=inside, other=0)
-        if BLOCK_M == 1:
-            x = tl.load(x_ptr + k, mask=k < inputs, other=0.0)
-            total += weight.to(tl.float32) * x.to(tl.float32)[None, :]
-        else:
-            x = tl.load(x_row_ptr + k[:, None], mask=(k[:, None] < inputs) & (row[None, :] < rows), other=0.0)
-            if WIDEN:
-                x = x.to(tl.float32)
-            total = tl.dot(weight.to(x.dtype), x, total, input_precision="ieee")
-    if BLOCK_M == 1:
-        total = tl.sum(total, axis=1)[:, None]
-    total *= tl.load(scales_ptr + column, mask=column < outputs, other=0.0).to(tl.float32)[:, None]
-    if SPLITS == 1:
-        total = _finish(total, bias_ptr, residual_ptr, column, row, rows, outputs, GELU)
-    inside = (column[:, None] < outputs) & (row[None, :] < rows)
-    at = (split * rows + row[None, :]).to(tl.int64) * outputs + column[:, None]
-    tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=inside)
+    """A tile of BLOCK_N outputs by BLOCK_M rows, STEP groups of inputs at a time.
 
-
-@kernel
-def _linear_int4(
-    x_ptr, values_ptr, scales_ptr, bias_ptr, residual_ptr, out_ptr, rows, outputs, inputs, stride_x,
-    GELU: tl.constexpr, WIDEN: tl.constexpr, SPLITS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STEP: tl.constexpr, GROUP: tl.constexpr,
-):  # fmt: skip
-    """As `_linear_int8`, STEP groups of inputs at a time."""
+    The weights are the left factor, for they are the many.
+    """
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     split = tl.program_id(2)
     groups = inputs // GROUP
     part = tl.cdiv(tl.cdiv(groups, STEP), SPLITS) * STEP
     end = tl.minimum((split + 1) * part, groups)
-    byte = tl.arange(0, GROUP // 2)
+    byte = tl.arange(0, BYTES)
     x_row_ptr = x_ptr + row[None, :].to(tl.int64) * stride_x
-    if BLOCK_M == 1:
-        total = tl.zeros((STEP, BLOCK_N, GROUP // 2), tl.float32)
-    else:
-        total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    total = tl.zeros((STEP, BLOCK_N, BYTES) if BLOCK_M == 1 else (BLOCK_N, BLOCK_M), tl.float32)
     for first in range(split * part, end, STEP):
         if BLOCK_M == 1:
             group = first + tl.arange(0, STEP)
             inside = (group[:, None] < end) & (column[None, :] < outputs)
             place = group[:, None] * outputs + column[None, :]
-            packed = tl.load(
-                values_ptr + place[:, :, None] * (GROUP // 2) + byte[None, None, :], mask=inside[:, :, None], other=0
-            )
+            values_at = values_ptr + place[:, :, None] * BYTES + byte[None, None, :]
+            values = tl.load(values_at, mask=inside[:, :, None], other=0)
             scale = tl.load(scales_ptr + place, mask=inside, other=0.0).to(tl.float32)
             x_at = x_ptr + group[:, None] * GROUP + byte[None, :]
-            low = tl.load(x_at, mask=group[:, None] < end, other=0.0).to(tl.float32)
-            high = tl.load(x_at + GROUP // 2, mask=group[:, None] < end, other=0.0).to(tl.float32)
-            product = ((packed & 15).to(tl.float32) - 8.0) * low[:, None, :]
-            product += ((packed >> 4).to(tl.float32) - 8.0) * high[:, None, :]
+            x = tl.load(x_at, mask=group[:, None] < end, other=0.0).to(tl.float32)
+            if BITS == 8:
+                product = values.to(tl.float32) * x[:, None, :]
+            else:
+                high = tl.load(x_at + BYTES, mask=group[:, None] < end, other=0.0).to(tl.float32)
+                product = ((values & 15).to(tl.float32) - 8.0) * x[:, None, :]
+                product += ((values >> 4).to(tl.float32) - 8.0) * high[:, None, :]
             total += product * scale[:, :, None]
         else:
             for ahead in tl.static_range(STEP):
                 group = first + ahead
                 place = group * outputs + column
                 inside = (column < outputs) & (group < end)
-                packed = tl.load(
-                    values_ptr + place[:, None] * (GROUP // 2) + byte[None, :], mask=inside[:, None], other=0
-                )
+                values = tl.load(values_ptr + place[:, None] * BYTES + byte[None, :], mask=inside[:, None], other=0)
                 scale = tl.load(scales_ptr + place, mask=inside, other=0.0).to(tl.float32)
                 x_at = x_row_ptr + group * GROUP + byte[:, None]
                 x_inside = (row[None, :] < rows) & (group < end)
-                low = tl.load(x_at, mask=x_inside, other=0.0)
-                high = tl.load(x_at + GROUP // 2, mask=x_inside, other=0.0)
+                x = tl.load(x_at, mask=x_inside, other=0.0)
                 if WIDEN:
-                    low, high = low.to(tl.float32), high.to(tl.float32)
-                product = tl.dot((packed & 15).to(low.dtype) - 8.0, low, input_precision="ieee")
-                product = tl.dot((packed >> 4).to(high.dtype) - 8.0, high, product, input_precision="ieee")
+                    x = x.to(tl.float32)
+                if BITS == 8:
+                    product = tl.dot(values.to(x.dtype), x, input_precision="ieee")
+                else:
+                    high = tl.load(x_at + BYTES, mask=x_inside, other=0.0).to(x.dtype)
+                    product = tl.dot((values & 15).to(x.dtype) - 8.0, x, input_precision="ieee")
+                    product = tl.dot((values >> 4).to(x.dtype) - 8.0, high, product, input_precision="ieee")
                 total += product * scale[:, None]
     if BLOCK_M == 1:
         total = tl.sum(tl.sum(total, axis=2), axis=0)[:, None]
@@ -165,34 +133,25 @@ def _add_splits(
 
 
 @kernel
-def _dequantize_int8(
-    values_ptr, scales_ptr, out_ptr, outputs, inputs, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
+def _dequantize(
+    values_ptr, scales_ptr, out_ptr, outputs, all_outputs, inputs,
+    BITS: tl.constexpr, GROUP: tl.constexpr, BYTES: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    k = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
-    inside = (column[:, None] < outputs) & (k[None, :] < inputs)
-    at = column[:, None] * inputs + k[None, :]
-    scale = tl.load(scales_ptr + column, mask=column < outputs, other=0.0).to(tl.float32)
-    weight = tl.load(values_ptr + at, mask=inside, other=0).to(tl.float32) * scale[:, None]
-    tl.store(out_ptr + at, weight.to(out_ptr.dtype.element_ty), mask=inside)
-
-
-@kernel
-def _dequantize_int4(
-    values_ptr, scales_ptr, out_ptr, outputs, all_outputs, inputs, GROUP: tl.constexpr, BLOCK_N: tl.constexpr
-):
     """``outputs`` of the ``all_outputs`` of a matrix: in this format its rows are no run of memory."""
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     group = tl.program_id(1)
-    byte = tl.arange(0, GROUP // 2)
+    byte = tl.arange(0, BYTES)
     inside = column < outputs
     place = group * all_outputs + column
-    packed = tl.load(values_ptr + place[:, None] * (GROUP // 2) + byte[None, :], mask=inside[:, None], other=0)
+    values = tl.load(values_ptr + place[:, None] * BYTES + byte[None, :], mask=inside[:, None], other=0)
     scale = tl.load(scales_ptr + place, mask=inside, other=0.0).to(tl.float32)[:, None]
     out_at = out_ptr + column[:, None] * inputs + group * GROUP + byte[None, :]
-    low, high = ((packed & 15).to(tl.float32) - 8.0) * scale, ((packed >> 4).to(tl.float32) - 8.0) * scale
-    tl.store(out_at, low.to(out_ptr.dtype.element_ty), mask=inside[:, None])
-    tl.store(out_at + GROUP // 2, high.to(out_ptr.dtype.element_ty), mask=inside[:, None])
+    if BITS == 8:
+        tl.store(out_at, (values.to(tl.float32) * scale).to(out_ptr.dtype.element_ty), mask=inside[:, None])
+    else:
+        low, high = ((values & 15).to(tl.float32) - 8.0) * scale, ((values >> 4).to(tl.float32) - 8.0) * scale
+        tl.store(out_at, low.to(out_ptr.dtype.element_ty), mask=inside[:, None])
+        tl.store(out_at + BYTES, high.to(out_ptr.dtype.element_ty), mask=inside[:, None])
 
 
 _NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
@@ -256,7 +215,7 @@ def _by_scratch(
     The scratch memory is the allocator's: layer after layer gets the same block, on each stream its own.
     """
     parts = []
-    for chosen in slices(weight.outputs, weight.inputs, _SCRATCH[x.device.type]):
+    for chosen in slices(weight.outputs, weight.inputs, SCRATCH[x.device.type]):
         dense = widen(weight.of(chosen), x.dtype)
         parts.append(F.linear(x, dense, None if bias is None else bias[chosen].to(x.dtype)))
     out = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
@@ -309,7 +268,7 @@ def _launch(
     parts = out if splits == 1 else torch.empty(splits, rows, outputs, dtype=torch.float32, device=x.device)
     grid = (-(-outputs // tile.outputs), -(-rows // tile.rows), splits)
     constants = _constants(weight.bits, weight.group, tile, gelu, is_interpreted() and x.dtype == torch.bfloat16)
-    (_linear_int8 if weight.bits == 8 else _linear_int4)[grid](
+    _linear[grid](
         x,
         weight.values,
         weight.scales,
@@ -332,32 +291,38 @@ def _launch(
 
 
 def _constants(bits: int, group: int, tile: Tile, gelu: bool, widen: bool) -> dict[str, Any]:
-    common = {"GELU": gelu, "WIDEN": widen, "SPLITS": tile.splits, "BLOCK_M": tile.rows, "BLOCK_N": tile.outputs}
-    return common | ({"BLOCK_K": tile.inputs} if bits == 8 else {"STEP": tile.inputs // group, "GROUP": group})
+    sizes = {"BLOCK_M": tile.rows, "BLOCK_N": tile.outputs, "STEP": tile.inputs // group}
+    return {"GELU": gelu, "WIDEN": widen, "SPLITS": tile.splits, **_format(bits, group), **sizes}
+
+
+def _format(bits: int, group: int) -> dict[str, int]:
+    return {"BITS": bits, "GROUP": group, "BYTES": group * bits // 8}
 
 
 def _launch_dequantize(weight: Quantized, dtype: torch.dtype) -> Tensor:
     outputs, inputs = weight.outputs, weight.inputs
     out = torch.empty(outputs, inputs, dtype=dtype, device=weight.values.device)
-    if weight.bits == 8:
-        grid = (-(-outputs // 8), -(-inputs // 512))
-        _dequantize_int8[grid](weight.values, weight.scales, out, outputs, inputs, BLOCK_N=8, BLOCK_K=512)
-    else:
-        group, all_outputs = weight.group, weight.scales.stride(0)
-        grid = (-(-outputs // 64), inputs // group)
-        _dequantize_int4[grid](weight.values, weight.scales, out, outputs, all_outputs, inputs, GROUP=group, BLOCK_N=64)
+    _dequantize[(-(-outputs // _WIDENED), inputs // weight.group)](
+        weight.values,
+        weight.scales,
+        out,
+        outputs,
+        weight.scales.stride(0),
+        inputs,
+        **_format(weight.bits, weight.group),
+        BLOCK_N=_WIDENED,
+    )
     return out
 
 
 def compile_cases(target: Target) -> list[CompileCase]:
-    """Every tile that `tile_for` can choose, in every dtype, and the widening kernels."""
+    """Every tile that `tile_for` can choose for the groups in use, in every dtype, and the other kernels."""
     cases = []
     for dtype in _NAMES.values():
         pointer = f"*{dtype}"
         skip = "no bf16 arithmetic" if dtype == "bf16" and target.family == "rdna2" else None
-        groups = GROUPS if dtype == "fp16" else GROUPS[:1]  # the wider one is there to be measured
-        for bits, group in ((8, 0), *((4, group) for group in groups)):
-            kind = "int8" if bits == 8 else f"int4 by {group}"
+        for bits, group in GROUPS.items():
+            weights = {"values_ptr": "*i8" if bits == 8 else "*u8", "scales_ptr": "*fp16"}
             # What the matrix is for: a projection, in parts and whole, and the vocabulary.
             chosen = {
                 tile_for(Shape(bits, group, outputs, 1280), dtype, rows, target, 132)
@@ -365,21 +330,15 @@ def compile_cases(target: Target) -> list[CompileCase]:
                 for outputs in (1280, 51_865)
             }
             for tile in sorted(chosen, key=str):
-                name = f"quantized_linear {kind} {tile.rows}×{tile.outputs}×{tile.inputs}/{tile.splits}"
                 cases.append(
                     CompileCase(
-                        name,
+                        f"quantized_linear int{bits} {tile.rows}×{tile.outputs}×{tile.inputs}/{tile.splits}",
                         dtype,
-                        _linear_int8 if bits == 8 else _linear_int4,
-                        {
-                            "x_ptr": pointer,
-                            "values_ptr": "*i8" if bits == 8 else "*u8",
-                            "scales_ptr": "*fp16",
-                            "bias_ptr": pointer,
-                            "residual_ptr": pointer,
-                            "out_ptr": pointer if tile.splits == 1 else "*fp32",
-                            **dict.fromkeys(("rows", "outputs", "inputs", "stride_x"), "i32"),
-                        },
+                        _linear,
+                        weights
+                        | dict.fromkeys(("x_ptr", "bias_ptr", "residual_ptr"), pointer)
+                        | {"out_ptr": pointer if tile.splits == 1 else "*fp32"}
+                        | dict.fromkeys(("rows", "outputs", "inputs", "stride_x"), "i32"),
                         _constants(bits, group, tile, True, False),
                         dot=dtype if tile.rows > 1 else None,
                         warps=tile.warps,
@@ -388,40 +347,24 @@ def compile_cases(target: Target) -> list[CompileCase]:
                         skip=skip,
                     )
                 )
-        shared = {"out_ptr": pointer, "outputs": "i32", "inputs": "i32"}
-        cases.append(
-            CompileCase(
-                "dequantize int8",
-                dtype,
-                _dequantize_int8,
-                {"values_ptr": "*i8", "scales_ptr": "*fp16", **shared},
-                {"BLOCK_N": 8, "BLOCK_K": 512},
-                aligned=("values_ptr", "scales_ptr", "out_ptr", "inputs"),
-                skip=skip,
+            cases.append(
+                CompileCase(
+                    f"dequantize int{bits}",
+                    dtype,
+                    _dequantize,
+                    weights | {"out_ptr": pointer, **dict.fromkeys(("outputs", "all_outputs", "inputs"), "i32")},
+                    {**_format(bits, group), "BLOCK_N": _WIDENED},
+                    aligned=("values_ptr", "scales_ptr", "out_ptr", "inputs"),
+                    skip=skip,
+                )
             )
-        )
-        cases += [
-            CompileCase(
-                f"dequantize int4 by {group}",
-                dtype,
-                _dequantize_int4,
-                {"values_ptr": "*u8", "scales_ptr": "*fp16", "all_outputs": "i32", **shared},
-                {"GROUP": group, "BLOCK_N": 64},
-                aligned=("values_ptr", "scales_ptr", "out_ptr", "inputs"),
-                skip=skip,
-            )
-            for group in groups
-        ]
         cases.append(
             CompileCase(
                 "add splits",
                 dtype,
                 _add_splits,
-                {
-                    **dict.fromkeys(("bias_ptr", "residual_ptr", "out_ptr"), pointer),
-                    "parts_ptr": "*fp32",
-                    **dict.fromkeys(("rows", "outputs"), "i32"),
-                },
+                dict.fromkeys(("bias_ptr", "residual_ptr", "out_ptr"), pointer)
+                | {"parts_ptr": "*fp32", "rows": "i32", "outputs": "i32"},
                 {"GELU": True, "SPLITS": 8, "BLOCK_N": 256},
                 skip=skip,
             )
@@ -430,3 +373,6 @@ def compile_cases(target: Target) -> list[CompileCase]:
 
 
 _POINTERS = ("x_ptr", "values_ptr", "scales_ptr", "bias_ptr", "residual_ptr", "out_ptr")
+
+_WIDENED = 64
+"""Outputs of which one program of the widening kernel does a group."""

@@ -40,19 +40,17 @@ def tile_for(weight: Shape, dtype: str, rows: int, target: Target, cores: int) -
     if bucket == 1:
         # One row is no matrix product. As many outputs as keep every core busy, without parts of the inputs.
         wide = outputs >= 32 * cores
-        return Tile(1, 16 if wide else 8, 256 if bits == 8 else max(128, 2 * group), 4, 2)
+        return Tile(1, 16 if wide else 8, 4 * group, 4, 2)
+    stages = 2 if target.is_amd else 4
     if dtype not in target.matrix:  # registers hold sums and factors alike, and idle rows are computed for nothing
-        tile = Tile(min(bucket, 32), 32, 32 if bits == 8 else group, 4, 2)
-    elif bits == 8:
-        # What lies in shared memory stays below the 64 KB of an older GPU.
-        outputs_of, inputs_of = (64, 64) if bucket == 64 else (32, 64 if small else 128)
-        tile = Tile(bucket, outputs_of, inputs_of, 4, 2 if target.is_amd else 4)
-    else:
+        tile = Tile(16, 32, group, 4, 2)
+    elif bucket == 64:
         # Sums of a group and of all groups fill the registers of four warps.
-        warps = 8 if bucket == 64 else 4
-        tile = Tile(bucket, 64, group if small else max(64, group), warps, 2 if target.is_amd else 4)
+        tile = Tile(64, 64, group if small else 64, 8, stages)
+    else:
+        tile = Tile(bucket, 32 if bits == 8 else 64, group if small else 2 * group, 4, stages)
     # Parts of the inputs where the tiles alone are too few, each of a few steps at least.
-    tiles, steps = -(-outputs // tile.outputs) * -(-rows // tile.rows), -(-inputs // tile.inputs)
+    tiles, steps = -(-outputs // tile.outputs) * -(-max(rows, bucket) // tile.rows), -(-inputs // tile.inputs)
     splits = 1
     while splits < 8 and 2 * splits * tiles <= 2 * cores and 4 * splits <= steps:
         splits *= 2
