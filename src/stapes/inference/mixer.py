@@ -116,7 +116,7 @@ class Mixer:
                 self._stage(queue)
             batch = self.queues.next_to_encode(self.engine.encoder_batch)
             if not batch:
-                return worked
+                return self._admit() or worked  # some may have been encoded before, when their language was not known
             self._apart(batch, self._encode)
             self._admit()
             worked = True
