@@ -14,7 +14,9 @@ from stapes.checkpoints.formats import EMBEDDING, WhisperCheckpoint
 from stapes.checkpoints.load import load_whisper
 from stapes.inference.planner import count
 from stapes.inference.quantized import (
+    NormedQuantized,
     QuantizedEmbedding,
+    QuantizedEncoderLayer,
     QuantizedLinear,
     QuantizedMLP,
     bits_of,
@@ -24,7 +26,7 @@ from stapes.inference.quantized import (
     quantizes,
 )
 from stapes.kernels.quantization import dequantize, quantize_int4, quantize_int8
-from stapes.models.whisper import Whisper, WhisperConfig, sinusoids
+from stapes.models.whisper import EncoderLayer, Whisper, WhisperConfig, sinusoids
 
 CONFIG = WhisperConfig(80, 51864, 128, 2, 2, 2, 2, audio_context=60, text_context=20)
 CPU = torch.device("cpu")
@@ -135,6 +137,24 @@ def test_rows_of_the_embedding_are_those_of_the_projection() -> None:
     assert rows.shape == (2, 2, 128)
     assert torch.equal(rows, dequantize(decoder.embedding.projection.quantized)[tokens])
     assert (rows - weights(CONFIG)[EMBEDDING][tokens]).abs().max() < 0.002
+
+
+@pytest.mark.parametrize("precision", ["int8", "int4"])
+def test_merged_layers_compute_what_the_separate_ones_do(precision: str) -> None:
+    model = load(precision)
+    layer = model.encoder.layers[0]
+    assert isinstance(layer, EncoderLayer)
+    merged = QuantizedEncoderLayer(layer)
+    assert len(merged.qkv.parts) == (1 if precision == "int8" else 2)  # the value keeps 8 bits in a small model
+    x = torch.randn(2, 60, 128, generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        wanted, found = layer(x), x.clone().view(120, 128)
+        merged(found, 2, 2)
+        assert torch.allclose(found.view_as(x), wanted, atol=1e-5)
+        cross = model.decoder.layers[0].cross_attention
+        both = NormedQuantized([cross.key, cross.value])(x.view(120, 128), dtype=torch.float16)
+        assert both.dtype == torch.float16
+        assert torch.allclose(both.float(), torch.cat([cross.key(x), cross.value(x)], -1).view(120, -1), atol=1e-2)
 
 
 @pytest.mark.parametrize("bits", [8, 4])

@@ -7,16 +7,17 @@ loading never holds more than the quantised model and one weight. Convolutions, 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stapes.kernels import quantization
 from stapes.kernels.quantization import GROUPS, Quantized, quantize_int4, quantize_int8
 from stapes.kernels.quantized_linear import quantized_linear
-from stapes.models.whisper import MLP, Whisper
+from stapes.models.whisper import MLP, EncoderLayer, Whisper
 from stapes.options import Precision
 
 
@@ -86,6 +87,51 @@ def concat(layers: list[QuantizedLinear]) -> QuantizedLinear:
             [given.new_zeros(weight.outputs) if b is None else b for b, weight in zip(biases, weights, strict=True)]
         )
     return QuantizedLinear(quantization.concat(weights), bias)
+
+
+class NormedQuantized:
+    """Layers of one input with the layer norm that stands before them, their outputs behind each other.
+
+    Those of the same bits are one product: query, key and value as three, two or one.
+    """
+
+    def __init__(self, layers: Sequence[nn.Module], norm: nn.LayerNorm | None = None) -> None:
+        self.norm = norm
+        self.parts: list[QuantizedLinear] = []
+        for layer in layers:
+            assert isinstance(layer, QuantizedLinear)
+            if self.parts and self.parts[-1].quantized.bits == layer.quantized.bits:
+                self.parts[-1] = concat([self.parts[-1], layer])
+            else:
+                self.parts.append(layer)
+
+    def __call__(
+        self, x: Tensor, *, gelu: bool = False, residual: Tensor | None = None, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """(rows, inputs) → (rows, outputs of all); a residual for a single product only."""
+        if self.norm is not None:
+            x = F.layer_norm(x, x.shape[-1:], self.norm.weight.to(x.dtype), self.norm.bias.to(x.dtype), self.norm.eps)
+        if len(self.parts) == 1:
+            return self.parts[0](x, gelu=gelu, residual=residual, dtype=dtype)
+        assert residual is None
+        return torch.cat([part(x, gelu=gelu, dtype=dtype) for part in self.parts], dim=-1)
+
+
+class QuantizedEncoderLayer:
+    """An encoder layer on quantised weights that adds to its residual stream in place."""
+
+    def __init__(self, layer: EncoderLayer) -> None:
+        attention, mlp = layer.attention, layer.mlp
+        self.qkv = NormedQuantized([attention.query, attention.key, attention.value], layer.attention_norm)
+        self.out = NormedQuantized([attention.out])
+        self.up, self.down = NormedQuantized([mlp.up], layer.mlp_norm), NormedQuantized([mlp.down])
+
+    def __call__(self, x: Tensor, batch: int, heads: int) -> None:
+        """x (batch × frames, width)."""
+        query, key, value = self.qkv(x).view(batch, -1, 3, heads, x.shape[1] // heads).permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(query, key, value).transpose(1, 2).reshape_as(x)
+        self.out(attended, residual=x)
+        self.down(self.up(x, gelu=True), residual=x)
 
 
 def quantizes(precision: Precision) -> bool:
