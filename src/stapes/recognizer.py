@@ -25,6 +25,7 @@ from stapes.decoding.rules import Vocabulary
 from stapes.devices import tuned
 from stapes.devices.backend import Device, choose_dtype, resolve
 from stapes.errors import ModelError, UsageError
+from stapes.inference.gpu_whisper import GpuWhisperEngine
 from stapes.inference.ingest import Ingest, Job, name_of
 from stapes.inference.packed import is_worth_packing, pack_module
 from stapes.inference.recording import Model
@@ -84,7 +85,6 @@ def assemble(
     device: Device,
     dtype: torch.dtype,
     slots: int,
-    engine_class: type[TorchWhisperEngine] = TorchWhisperEngine,
 ) -> Recognizer:
     """Load a checkpoint's weights and put the parts together. slots: windows decoded together."""
     adapt = pack_module if is_worth_packing(device.torch, dtype) else None
@@ -96,6 +96,7 @@ def assemble(
         for head in range(config.decoder_heads)
     )
     begin = checkpoint.begin_suppress_tokens
+    engine_class = TorchWhisperEngine if device.backend == "cpu" else GpuWhisperEngine
     engine = engine_class(
         network,
         Vocabulary(
@@ -234,7 +235,7 @@ class Recognizer:
         """Let go of the model and its memory. Calls that are not over fail with UsageError."""
         if not self._scheduler.close():
             return  # in the middle of a long operation, which needs that memory
-        self.engine.lanes.clear()
+        self.engine.clear()
         if self.device.backend != "cpu":
             torch.cuda.empty_cache()
 
@@ -349,7 +350,7 @@ class Recognizer:
 
 def _resize(engine: TorchWhisperEngine, slots: int) -> None:
     """Make an engine decode that many windows together. Only while it holds none: it drops all slots."""
-    engine.lanes.clear()
+    engine.clear()
     engine.slots = slots
 
 

@@ -1,4 +1,4 @@
-"""Whisper's decoder as a GPU likes it: a step of eight kernels a layer, every cache found by index.
+"""Whisper's decoder as a GPU likes it: a step of eleven kernels a layer, every cache found by index.
 
 The caches are pools: windows and rows name their place in them, so that nothing is copied when one joins, leaves,
 moves or continues another beam. The residual stream is kept in float32; it is small, and half of the error of bf16
@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stapes.kernels.decode_attention import cross_attention, self_attention, store_memory
-from stapes.kernels.decoder_linear import NormedLinear, linear
+from stapes.kernels.decoder_linear import Norm, add_norm, linear, linear_parts
 from stapes.kernels.write_token import embed
 from stapes.models.whisper import DecoderLayer, KeyValue, TextDecoder, WhisperConfig
 
@@ -57,13 +57,24 @@ class Rows:
 
 
 @dataclass(frozen=True)
+class _Linear:
+    """weight (outputs, inputs); bias (outputs,), float32."""
+
+    weight: Tensor
+    bias: Tensor | None = None
+
+
+@dataclass(frozen=True)
 class _Layer:
-    qkv: NormedLinear
-    out: NormedLinear
-    cross_query: NormedLinear
-    cross_out: NormedLinear
-    up: NormedLinear
-    down: NormedLinear
+    attention_norm: Norm
+    qkv: _Linear
+    out: _Linear
+    cross_norm: Norm
+    cross_query: _Linear
+    cross_out: _Linear
+    mlp_norm: Norm
+    up: _Linear
+    down: _Linear
     memory_weight: Tensor
     memory_bias: Tensor
 
@@ -76,7 +87,7 @@ class GpuDecoder:
         self.places = decoder.positions.detach()
         self.dtype, self.device = self.places.dtype, self.places.device
         self.embedding = decoder.embedding.weight.detach().to(self.dtype)
-        self.vocabulary = NormedLinear.of(self.embedding, None, decoder.norm)
+        self.norm = _norm(decoder.norm)
         self.layers: list[_Layer] = []
         for index, layer in enumerate(decoder.layers):
             assert isinstance(layer, DecoderLayer)
@@ -84,25 +95,23 @@ class GpuDecoder:
             no_bias = torch.zeros_like(own.query.bias)
             self.layers.append(
                 _Layer(
-                    qkv=NormedLinear.of(
+                    attention_norm=_norm(layer.attention_norm),
+                    qkv=_Linear(
                         torch.cat([own.query.weight, own.key.weight, own.value.weight]).detach(),
-                        torch.cat([own.query.bias, no_bias, own.value.bias]).detach(),
-                        layer.attention_norm,
+                        torch.cat([own.query.bias, no_bias, own.value.bias]).detach().float(),
                     ),
-                    out=NormedLinear.of(own.out.weight.detach(), own.out.bias),
-                    cross_query=NormedLinear.of(
-                        cross.query.weight.detach(), cross.query.bias, layer.cross_attention_norm
-                    ),
-                    cross_out=NormedLinear.of(cross.out.weight.detach(), cross.out.bias),
-                    up=NormedLinear.of(mlp.up.weight.detach(), mlp.up.bias, layer.mlp_norm),
-                    down=NormedLinear.of(mlp.down.weight.detach(), mlp.down.bias),
+                    out=_linear(own.out),
+                    cross_norm=_norm(layer.cross_attention_norm),
+                    cross_query=_linear(cross.query),
+                    cross_out=_linear(cross.out),
+                    mlp_norm=_norm(layer.mlp_norm),
+                    up=_linear(mlp.up),
+                    down=_linear(mlp.down),
                     memory_weight=torch.cat([cross.key.weight, cross.value.weight]).detach(),
                     memory_bias=torch.cat([no_bias, cross.value.bias]).detach(),
                 )
             )
             decoder.layers[index] = torch.nn.Identity()
-        most = -(-config.vocab_size // 16) * -(-_FEW_ROWS // 16)
-        self._counters = torch.zeros(most, dtype=torch.int32, device=self.device)
         self._programs = _programs(self.device)
 
     def new_memory(self, rows: int, quantized: bool) -> list[Memory]:
@@ -148,15 +157,15 @@ class GpuDecoder:
 
         group: the most rows that a window has.
         """
-        wide, narrow = embed(tokens, positions, self.embedding, self.places)
+        stream = embed(tokens, positions, self.embedding, self.places)
+        parts, bias = None, None
         splits = self._splits(len(windows.first))
         for layer, (keys, values), place in zip(self.layers, cache, memory, strict=True):
-            qkv = self._linear(narrow, layer.qkv)
+            qkv = self._linear(self._add(stream, parts, bias, layer.attention_norm), layer.qkv)
             attended = self_attention(qkv, keys, values, rows.cells, rows.source, positions, rows.live)
-            narrow = self._linear(attended, layer.out, residual=wide)
-            query = self._linear(narrow, layer.cross_query)
+            normed = self._add(stream, self._parts(attended, layer.out), layer.out.bias, layer.cross_norm)
             attended = cross_attention(
-                query,
+                self._linear(normed, layer.cross_query),
                 place.keys,
                 place.values,
                 place.scales,
@@ -167,10 +176,9 @@ class GpuDecoder:
                 group,
                 splits,
             )
-            narrow = self._linear(attended, layer.cross_out, residual=wide)
-            up = self._linear(narrow, layer.up, gelu=True)
-            narrow = self._linear(up, layer.down, residual=wide)
-        return self.logits(narrow)
+            normed = self._add(stream, self._parts(attended, layer.cross_out), layer.cross_out.bias, layer.mlp_norm)
+            parts, bias = self._parts(self._linear(normed, layer.up, gelu=True), layer.down), layer.down.bias
+        return self.logits(self._add(stream, parts, bias, self.norm))
 
     def read(
         self,
@@ -191,57 +199,51 @@ class GpuDecoder:
         batch, count = tokens.shape
         positions = torch.arange(count, device=self.device)
         heads_in_all = self.config.decoder_heads
-        wide, narrow = embed(tokens.reshape(-1), positions.repeat(batch), self.embedding, self.places)
+        stream = embed(tokens.reshape(-1), positions.repeat(batch), self.embedding, self.places)
+        parts, bias = None, None
         first = torch.arange(0, batch * count, count, dtype=torch.int32, device=self.device)
         counts = torch.full((batch,), count, dtype=torch.int32, device=self.device)
         live = torch.ones(batch * count, dtype=torch.int32, device=self.device)
         splits = self._splits(batch)
         scores: list[Tensor] = []
         for index, (layer, place) in enumerate(zip(self.layers, memory, strict=True)):
-            qkv = self._linear(narrow, layer.qkv).view(batch, count, 3, heads_in_all, -1)
-            query, key, value = qkv.permute(2, 0, 3, 1, 4)
+            qkv = self._linear(self._add(stream, parts, bias, layer.attention_norm), layer.qkv)
+            query, key, value = qkv.view(batch, count, 3, heads_in_all, -1).permute(2, 0, 3, 1, 4)
             if cache is not None and cells is not None:
                 cache[index][0][cells, :, :count] = key
                 cache[index][1][cells, :, :count] = value
             attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
             attended = attended.transpose(1, 2).reshape(batch * count, -1)
-            narrow = self._linear(attended, layer.out, residual=wide)
-            query = self._linear(narrow, layer.cross_query)
+            normed = self._add(stream, self._parts(attended, layer.out), layer.out.bias, layer.cross_norm)
+            query = self._linear(normed, layer.cross_query)
             if heads and (wanted := heads.get(index)):
                 scores.append(self._scores(query.view(batch, count, heads_in_all, -1), place, rows, list(wanted)))
             attended = cross_attention(
                 query, place.keys, place.values, place.scales, first, counts, rows, live, count, splits
             )
-            narrow = self._linear(attended, layer.cross_out, residual=wide)
-            up = self._linear(narrow, layer.up, gelu=True)
-            narrow = self._linear(up, layer.down, residual=wide)
-        return narrow.view(batch, count, -1), torch.cat(scores, dim=1) if scores else None
+            normed = self._add(stream, self._parts(attended, layer.cross_out), layer.cross_out.bias, layer.mlp_norm)
+            parts, bias = self._parts(self._linear(normed, layer.up, gelu=True), layer.down), layer.down.bias
+        states = self._add(stream, parts, bias, self.norm)
+        return states.view(batch, count, -1), torch.cat(scores, dim=1) if scores else None
 
     def logits(self, states: Tensor) -> Tensor:
-        """(rows, width) as ``step`` and ``read`` leave them → (rows, vocabulary), float32."""
-        return self._linear(states, self.vocabulary, dtype=torch.float32)
+        """(rows, width) as ``read`` gives them → (rows, vocabulary), float32."""
+        return linear(states, self.embedding, None, dtype=torch.float32)
 
-    def _linear(
-        self,
-        x: Tensor,
-        layer: NormedLinear,
-        *,
-        gelu: bool = False,
-        residual: Tensor | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> Tensor:
+    def _linear(self, x: Tensor, layer: _Linear, *, gelu: bool = False) -> Tensor:
         if len(x) <= _FEW_ROWS:
-            return linear(x, layer, gelu=gelu, residual=residual, dtype=dtype, counters=self._counters)
-        bias = layer.bias
-        if layer.gain is not None:
-            x = F.layer_norm(x.float(), x.shape[-1:], layer.gain, layer.norm_bias, layer.eps).to(x.dtype)
-            bias = layer.plain_bias
-        out = F.linear(x, layer.weight, None if bias is None else bias.to(x.dtype))
-        if gelu:
-            out = F.gelu(out)
-        if residual is not None:
-            out = residual.add_(out)
-        return out.to(dtype or x.dtype)
+            return linear(x, layer.weight, layer.bias, gelu=gelu)
+        out = F.linear(x, layer.weight, None if layer.bias is None else layer.bias.to(x.dtype))
+        return F.gelu(out) if gelu else out
+
+    def _parts(self, x: Tensor, layer: _Linear) -> Tensor:
+        """The product without its bias, as parts to be added to the residual stream."""
+        if len(x) <= _FEW_ROWS:
+            return linear_parts(x, layer.weight)
+        return F.linear(x, layer.weight).float()[None]
+
+    def _add(self, stream: Tensor, parts: Tensor | None, bias: Tensor | None, norm: Norm) -> Tensor:
+        return add_norm(stream, parts, bias, norm, self.dtype)
 
     def _scores(self, query: Tensor, place: Memory, rows: Tensor, heads: list[int]) -> Tensor:
         at = rows.long()[:, None], torch.tensor(heads, device=self.device)
@@ -255,6 +257,14 @@ class GpuDecoder:
         """Programs to share one window's states among, so that all of the GPU reads."""
         wanted = self._programs / (windows * self.config.decoder_heads)
         return next((splits for splits in _SPLITS if splits >= wanted), _SPLITS[-1])
+
+
+def _linear(layer: torch.nn.Linear) -> _Linear:
+    return _Linear(layer.weight.detach(), layer.bias.detach().float())
+
+
+def _norm(norm: torch.nn.LayerNorm) -> Norm:
+    return Norm(norm.weight.detach().float(), norm.bias.detach().float(), norm.eps)
 
 
 def _programs(device: torch.device) -> int:

@@ -14,8 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from stapes.kernels.fp8_rows import round_rows
 from stapes.kernels.layer_norm import layer_norm
-from stapes.models.whisper import AudioEncoder, EncoderLayer
+from stapes.models.whisper import Attention, AudioEncoder, EncoderLayer
 
 
 @dataclass(frozen=True)
@@ -39,13 +40,92 @@ class _Layer:
     mlp_norm: _Norm
     up: tuple[Tensor, Tensor]
     down: Tensor
+    lack: Tensor
+
+    @classmethod
+    def of(cls, layer: EncoderLayer, lack: Tensor) -> _Layer:
+        """The same layer, behind layers that left ``lack`` out of the residual stream."""
+        between = lack + layer.attention.out.bias.float()
+        return cls(
+            _norm(layer.attention_norm, lack),
+            merge(layer.attention),
+            layer.attention.out.weight,
+            _norm(layer.mlp_norm, between),
+            (layer.mlp.up.weight, layer.mlp.up.bias),
+            layer.mlp.down.weight,
+            between + layer.mlp.down.bias.float(),
+        )
+
+    def __call__(self, x: Tensor, batch: int, heads: int) -> None:
+        """Add to the residual stream x (batch × frames, width), in place."""
+        attended = attend(F.linear(self.attention_norm(x), *self.qkv), batch, heads)
+        torch.addmm(x, attended, self.out.t(), out=x)
+        torch.addmm(x, _up(self.mlp_norm(x), *self.up), self.down.t(), out=x)
+
+
+@dataclass(frozen=True)
+class _Fp8Linear:
+    """A weight in 8-bit floats, (outputs, inputs), a scale for each output (1, outputs), and the bias."""
+
+    weight: Tensor
+    scale: Tensor
+    bias: Tensor
+
+    @classmethod
+    def of(cls, weight: Tensor, bias: Tensor, kind: torch.dtype) -> _Fp8Linear:
+        rounded, scale = round_rows(weight.contiguous(), kind)
+        return cls(rounded, scale.t().contiguous(), bias)
+
+    def __call__(self, x: tuple[Tensor, Tensor]) -> Tensor:
+        rows, scale = x
+        return torch.ops.aten._scaled_mm(
+            rows, self.weight.t(), scale, self.scale, bias=self.bias, out_dtype=self.bias.dtype, use_fast_accum=True
+        )
+
+
+@dataclass(frozen=True)
+class Fp8Layer:
+    """An encoder layer whose four products are computed in 8-bit floats, row by row and output by output scaled."""
+
+    kind: torch.dtype
+    attention_norm: tuple[Tensor, Tensor, float]
+    qkv: _Fp8Linear
+    out: _Fp8Linear
+    mlp_norm: tuple[Tensor, Tensor, float]
+    up: _Fp8Linear
+    down: _Fp8Linear
+
+    @classmethod
+    def of(cls, layer: EncoderLayer, kind: torch.dtype) -> Fp8Layer:
+        """Round a layer's weights."""
+        attention, mlp = layer.attention, layer.mlp
+        return cls(
+            kind,
+            (layer.attention_norm.weight.float(), layer.attention_norm.bias.float(), layer.attention_norm.eps),
+            _Fp8Linear.of(*merge(attention), kind),
+            _Fp8Linear.of(attention.out.weight, attention.out.bias, kind),
+            (layer.mlp_norm.weight.float(), layer.mlp_norm.bias.float(), layer.mlp_norm.eps),
+            _Fp8Linear.of(mlp.up.weight, mlp.up.bias, kind),
+            _Fp8Linear.of(mlp.down.weight, mlp.down.bias, kind),
+        )
+
+    def __call__(self, x: Tensor, delta: Tensor | None, batch: int, heads: int) -> Tensor:
+        """Add ``delta`` and the attention to the residual stream x, in place; the MLP's part is returned."""
+        qkv = self.qkv(round_rows(x, self.kind, delta=delta, norm=self.attention_norm))
+        delta = self.out(round_rows(attend(qkv, batch, heads), self.kind))
+        up = self.up(round_rows(x, self.kind, delta=delta, norm=self.mlp_norm))
+        return self.down(round_rows(up, self.kind, gelu=True))
 
 
 class GpuEncoder(nn.Module):
-    """Takes over the weights of an `AudioEncoder`, which is empty afterwards."""
+    """Takes over the weights of an `AudioEncoder`, which is empty afterwards.
 
-    def __init__(self, encoder: AudioEncoder) -> None:
+    fp8: the 8-bit floats that the layers' products are computed in; None for those of the weights.
+    """
+
+    def __init__(self, encoder: AudioEncoder, fp8: torch.dtype | None = None) -> None:
         super().__init__()
+        self._fp8 = fp8
         self.width = encoder.positions.shape[1]
         self.positions = encoder.positions
         first = encoder.layers[0]
@@ -54,31 +134,18 @@ class GpuEncoder(nn.Module):
         # (width, channels, 3) → (width, 3 × channels): one row of weights sees three frames side by side.
         self.conv1 = _flat(encoder.conv1.weight), encoder.conv1.bias
         self.conv2 = _flat(encoder.conv2.weight), encoder.conv2.bias
+        self.blocks: list[_Layer | Fp8Layer] = []
         lack = torch.zeros(self.width, device=encoder.positions.device)
-        self.blocks: list[_Layer] = []
-        for index, layer in enumerate(encoder.layers):
-            assert isinstance(layer, EncoderLayer)
-            attention, mlp = layer.attention, layer.mlp
-            attention_norm = _norm(layer.attention_norm, lack)
-            lack = lack + attention.out.bias.float()
-            mlp_norm = _norm(layer.mlp_norm, lack)
-            lack = lack + mlp.down.bias.float()
-            query = attention.query
-            no_bias = torch.zeros_like(query.bias)
-            self.blocks.append(
-                _Layer(
-                    attention_norm,
-                    (
-                        torch.cat([query.weight, attention.key.weight, attention.value.weight]),
-                        torch.cat([query.bias, no_bias, attention.value.bias]),
-                    ),
-                    attention.out.weight,
-                    mlp_norm,
-                    (mlp.up.weight, mlp.up.bias),
-                    mlp.down.weight,
-                )
-            )
-            encoder.layers[index] = nn.Identity()  # else the separate query, key and value would stay too
+        layers = [layer for layer in encoder.layers if isinstance(layer, EncoderLayer)]
+        if fp8 is None:
+            for index, layer in enumerate(layers):
+                block = _Layer.of(layer, lack)
+                lack = block.lack
+                self.blocks.append(block)
+                encoder.layers[index] = nn.Identity()  # else the separate query, key and value would stay too
+        else:
+            self.blocks += [Fp8Layer.of(layer, fp8) for layer in layers]
+            encoder.layers = nn.ModuleList()
         self.norm = _norm(encoder.norm, lack)
         encoder.conv1, encoder.conv2 = nn.Identity(), nn.Identity()  # type: ignore[assignment]
 
@@ -88,14 +155,39 @@ class GpuEncoder(nn.Module):
         x = F.gelu(_convolve(x, *self.conv2, stride=2)) + self.positions
         batch, frames, width = x.shape
         x = x.view(-1, width)
+        delta = None
         for block in self.blocks:
-            qkv = F.linear(block.attention_norm(x), *block.qkv)
-            query, key, value = qkv.view(batch, frames, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-            attended = F.scaled_dot_product_attention(query, key, value).transpose(1, 2).reshape(-1, width)
-            torch.addmm(x, attended, block.out.t(), out=x)
-            up = F.gelu(F.linear(block.mlp_norm(x), *block.up))
-            torch.addmm(x, up, block.down.t(), out=x)
+            if isinstance(block, Fp8Layer):
+                delta = block(x, delta, batch, self.heads)
+            else:
+                block(x, batch, self.heads)
+        if delta is not None:
+            x += delta
         return self.norm(x).view(batch, frames, width)
+
+
+def _up(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """A linear layer and its GELU.
+
+    In bf16 on a GPU the product computes the GELU too, by its tanh form: that is off by at most 0.0005, a quarter of
+    what rounding to bf16 is off around 1, and saves a fifteenth of the encoder's time.
+    """
+    if x.dtype == torch.bfloat16 and x.device.type == "cuda":
+        return torch.ops.aten._addmm_activation(bias, x, weight.t(), use_gelu=True)
+    return F.gelu(F.linear(x, weight, bias))
+
+
+def merge(attention: Attention) -> tuple[Tensor, Tensor]:
+    """Weight and bias of query, key and value in one."""
+    query, value = attention.query, attention.value
+    bias = torch.cat([query.bias, torch.zeros_like(query.bias), value.bias])
+    return torch.cat([query.weight, attention.key.weight, value.weight]), bias
+
+
+def attend(qkv: Tensor, batch: int, heads: int) -> Tensor:
+    """Self-attention without a mask: (batch × frames, 3 × width) → (batch × frames, width)."""
+    query, key, value = qkv.view(batch, len(qkv) // batch, 3, heads, -1).permute(2, 0, 3, 1, 4)
+    return F.scaled_dot_product_attention(query, key, value).transpose(1, 2).reshape(len(qkv), -1)
 
 
 def _norm(norm: nn.LayerNorm, lack: Tensor) -> _Norm:

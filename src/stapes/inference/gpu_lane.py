@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -53,7 +54,7 @@ class GpuLane(Lane):
         rows: int,
         group: int,
         beam: bool,
-        graph_pool: object | None,
+        graph_pool: Any,
     ) -> None:
         self.decoder, self.places = decoder, memory
         self._graph_pool = graph_pool
@@ -287,6 +288,12 @@ class GpuLane(Lane):
         if not self.slots:
             self._sampled = False
             self._looks.clear()
+
+    def close(self) -> None:
+        """Drop what refers to this lane, so that its caches go with it and not when Python next looks for cycles."""
+        self.slots.clear()
+        self._looks.clear()
+        self._graphs.clear()
 
     def _range_of(self, row: int) -> slice:
         return slice(row * self.group, (row + 1) * self.group)

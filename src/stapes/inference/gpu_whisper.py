@@ -8,6 +8,7 @@ short recording is not kept.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,7 +35,8 @@ _STAGES = 3
 class GpuWhisperEngine(TorchWhisperEngine):
     """Implements ``engine.Engine``. It also runs on the CPU, without graphs and kernels, for tests.
 
-    quantize_memory: keep keys and values of the encoder's states in 8 bits.
+    quantize_memory: keep keys and values of the encoder's states in 8 bits. fp8: the 8-bit floats that the encoder's
+    products are computed in, None for those of the weights.
     """
 
     steps_per_look = 4
@@ -51,14 +53,15 @@ class GpuWhisperEngine(TorchWhisperEngine):
         encoder_batch: int,
         *,
         quantize_memory: bool = False,
+        fp8: torch.dtype | None = None,
     ) -> None:
         self._set_up(model, vocabulary, languages, sot, blank, alignment_heads, slots, encoder_batch)
         self.quantize_memory = quantize_memory
-        self.encoder = GpuEncoder(model.encoder)
+        self.encoder = GpuEncoder(model.encoder, fp8)
         self.decoder = GpuDecoder(model.decoder, model.config)
         self.memory: list[Memory] = []
         self.free_rows: list[int] = []
-        self._graph_pool: object | None = None
+        self._graph_pool: Any = None
         if self.device.type == "cuda" and graphs_agree(self.device)[0]:
             self._graph_pool = torch.cuda.graph_pool_handle()
         self._staged: list[tuple[Tensor, torch.cuda.Event]] = []
@@ -205,6 +208,8 @@ class GpuWhisperEngine(TorchWhisperEngine):
 
     def clear(self) -> None:
         """Let go of all caches, and of the graphs that use them."""
+        for lane in self._gpu_lanes():
+            lane.close()
         self.lanes.clear()
         self.memory, self.free_rows = [], []
 

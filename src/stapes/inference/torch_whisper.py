@@ -27,7 +27,7 @@ class TorchWhisperEngine:
 
     steps_per_look = 1
     exact_tokens: int | None = None
-    """For measuring: end each window after so many tokens."""
+    """For measuring: write just so many tokens in each window, text only."""
 
     def __init__(
         self,

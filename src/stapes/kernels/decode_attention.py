@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stapes.kernels.jit import is_interpreted, kernel, launch_or
-from stapes.kernels.targets import CompileCase, Target
+from stapes.kernels.overlap import follow, overlap
+from stapes.kernels.targets import CompileCase, Target, target_of
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -49,7 +50,9 @@ def _cross_attention(
     SPLITS: tl.constexpr,
     QUANTIZED: tl.constexpr,
     WIDEN: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    follow(OVERLAP)
     head, window = tl.program_id(0) % HEADS, tl.program_id(0) // HEADS
     split, block = tl.program_id(1), tl.program_id(2)
     count = tl.load(count_ptr + window)
@@ -64,7 +67,8 @@ def _cross_attention(
     if QUANTIZED:
         # A key is its integers times the scales of its channels: the scales go to the query, once.
         q *= tl.load(k_scale_ptr + (row * HEADS + head) * HEAD + d)[None, :]
-        q = q.to(tl.float32 if WIDEN else tl.float16)
+        # Integers up to 127 are exact in fp16 too, whatever the query came in.
+        q = q.to(tl.float32 if WIDEN or q_ptr.dtype.element_ty == tl.float32 else tl.float16)
     else:
         q = q.to(tl.float32 if WIDEN else k_ptr.dtype.element_ty)
     base = row * stride_row + head * (KEYS * HEAD)
@@ -79,8 +83,13 @@ def _cross_attention(
         key = start + n
         inside = key < end
         place = base + key[:, None] * HEAD + d[None, :]
-        k = tl.load(k_ptr + place, mask=inside[:, None], other=0).to(q.dtype)
-        v = tl.load(v_ptr + place, mask=inside[:, None], other=0).to(q.dtype)
+        k = tl.load(k_ptr + place, mask=inside[:, None], other=0)
+        v = tl.load(v_ptr + place, mask=inside[:, None], other=0)
+        if QUANTIZED and q.dtype == tl.float16:
+            # The bits of 1024 + 128 + an 8-bit integer in fp16, made without the slow unit that converts.
+            k = ((k.to(tl.uint8, bitcast=True) ^ 0x80).to(tl.uint16) | 0x6400).to(tl.float16, bitcast=True) - 1152.0
+            v = ((v.to(tl.uint8, bitcast=True) ^ 0x80).to(tl.uint16) | 0x6400).to(tl.float16, bitcast=True) - 1152.0
+        k, v = k.to(q.dtype), v.to(q.dtype)
         score = tl.dot(q, tl.trans(k), input_precision="ieee")
         score = tl.where(inside[None, :], score, -1e30)
         higher = tl.maximum(highest, tl.max(score, 1))
@@ -105,9 +114,17 @@ def _cross_attention(
 
 @kernel
 def _combine_splits(
-    partial_ptr, out_ptr, live_ptr, queries, HEADS: tl.constexpr, HEAD: tl.constexpr, SPLITS: tl.constexpr
+    partial_ptr,
+    out_ptr,
+    live_ptr,
+    queries,
+    HEADS: tl.constexpr,
+    HEAD: tl.constexpr,
+    SPLITS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Join what the splits of a query found, in their order."""
+    follow(OVERLAP)
     query, head = tl.program_id(0), tl.program_id(1)
     if tl.load(live_ptr + query) == 0:
         return
@@ -141,7 +158,9 @@ def _self_attention(
     HEADS: tl.constexpr,
     HEAD: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    follow(OVERLAP)
     head, row = tl.program_id(0), tl.program_id(1)
     if tl.load(live_ptr + row) == 0:
         return
@@ -241,7 +260,7 @@ def cross_attention(
     rows, heads, head width), float32. Window i asks for queries ``first[i]`` … ``first[i] + count[i]`` (0 of them:
     nothing is read) and finds its states in cache row ``rows[i]``; all (windows,), int32. live (queries,): whether a
     query belongs to any window. most: no window has more queries. splits: programs that share the states of one
-    window and head. Returns (queries, width); rows of no window are not written.
+    window and head. Returns (queries, width); what stands in rows of no window means nothing.
     """
     return launch_or(
         "cross_attention",
@@ -288,10 +307,10 @@ def _launch_cross(
     splits: int,
 ) -> Tensor:
     _, heads, states, head = keys.shape
-    out = torch.zeros_like(query)
+    out = torch.empty_like(query)
     blocks = -(-most // _QUERIES)
     partial = query.new_empty((splits, len(query), heads, head + 2) if splits > 1 else (1,), dtype=torch.float32)
-    tile = _cross_tile(query.dtype)
+    tile = _cross_tile(query.dtype, scales is not None, target_of(query.device))
     _cross_attention[(len(first) * heads, splits, blocks)](
         query,
         keys,
@@ -316,10 +335,11 @@ def _launch_cross(
         WIDEN=is_interpreted(),
         num_warps=tile[1],
         num_stages=tile[2],
+        **overlap(query.device),
     )
     if splits > 1:
         _combine_splits[(len(query), heads)](
-            partial, out, live, len(query), HEADS=heads, HEAD=head, SPLITS=splits, num_warps=2
+            partial, out, live, len(query), HEADS=heads, HEAD=head, SPLITS=splits, num_warps=2, **overlap(query.device)
         )
     return out
 
@@ -332,7 +352,7 @@ def self_attention(
     qkv (rows, 3 × width): query, key and value of the new token. keys, values: (cells, heads, context, head width).
     cells (rows,), int32: the cell each row writes to. source (rows, context), int32: the cell in which the row finds
     each earlier position: its own, or that of the beam it continues. positions (rows,), int64: where the new token
-    stands. live (rows,): rows that are 0 are left alone. Returns (rows, width).
+    stands. live (rows,): of rows that are 0 nothing is kept or read. Returns (rows, width).
     """
     return launch_or(
         "self_attention",
@@ -368,7 +388,7 @@ def _launch_self(
     qkv: Tensor, keys: Tensor, values: Tensor, cells: Tensor, source: Tensor, positions: Tensor, live: Tensor
 ) -> Tensor:
     _, heads, context, head = keys.shape
-    out = qkv.new_zeros(len(qkv), heads * head)
+    out = qkv.new_empty(len(qkv), heads * head)
     _self_attention[(heads, len(qkv))](
         qkv,
         keys,
@@ -385,6 +405,7 @@ def _launch_self(
         BLOCK=32,
         num_warps=2,
         num_stages=2,
+        **overlap(qkv.device),
     )
     return out
 
@@ -441,23 +462,24 @@ def _launch_store(
     )
 
 
-def _cross_tile(dtype: torch.dtype, target: Target | None = None) -> tuple[int, int, int]:
+def _cross_tile(dtype: torch.dtype, quantized: bool, target: Target | None) -> tuple[int, int, int]:
     """Keys at once, warps, stages."""
     if dtype == torch.float32:
         return 32, 4, 1
-    if target is not None and target.family == "rdna2":
+    if target is not None and target.family in ("rdna2", "rdna3", "rdna4"):
         return 32, 4, 1
-    return 128, 2, 2
+    return (128, 4, 3) if quantized and not (target and target.is_amd) else (128, 2, 2)
 
 
 def compile_cases(target: Target) -> Iterable[CompileCase]:
     """For the gate: the types and sizes that Whisper large-v3 launches."""
     sizes = {"KEYS": 1500, "HEADS": 20, "HEAD": 64}
+    overlaps = {"OVERLAP": target.name == "sm_90"}
     for dtype in (torch.float16, torch.bfloat16):
         name = _TRITON[dtype]
         skip = "no bf16 arithmetic" if target.family == "rdna2" and dtype == torch.bfloat16 else None
-        block, warps, stages = _cross_tile(dtype, target)
         for quantized in (False, True):
+            block, warps, stages = _cross_tile(dtype, quantized, target)
             for splits in (1, 8):
                 yield CompileCase(
                     f"cross_attention{' int8 cache' if quantized else ''}{' split' if splits > 1 else ''}",
@@ -479,7 +501,8 @@ def compile_cases(target: Target) -> Iterable[CompileCase]:
                         "stride_row": "i32",
                     },
                     constants=sizes
-                    | {"QUERIES": _QUERIES, "BLOCK": block, "SPLITS": splits, "QUANTIZED": quantized, "WIDEN": False},
+                    | {"QUERIES": _QUERIES, "BLOCK": block, "SPLITS": splits, "QUANTIZED": quantized, "WIDEN": False}
+                    | overlaps,
                     dot="fp16" if quantized else name,
                     warps=warps,
                     stages=stages,
@@ -490,7 +513,7 @@ def compile_cases(target: Target) -> Iterable[CompileCase]:
             name,
             _combine_splits,
             signature={"partial_ptr": "*fp32", "out_ptr": f"*{name}", "live_ptr": "*i32", "queries": "i32"},
-            constants={"HEADS": 20, "HEAD": 64, "SPLITS": 8},
+            constants={"HEADS": 20, "HEAD": 64, "SPLITS": 8} | overlaps,
             warps=2,
             skip=skip,
         )
@@ -509,7 +532,7 @@ def compile_cases(target: Target) -> Iterable[CompileCase]:
                 "live_ptr": "*i32",
                 "scale": "fp32",
             },
-            constants={"CONTEXT": 448, "HEADS": 20, "HEAD": 64, "BLOCK": 32},
+            constants={"CONTEXT": 448, "HEADS": 20, "HEAD": 64, "BLOCK": 32} | overlaps,
             warps=2,
             skip=skip,
         )

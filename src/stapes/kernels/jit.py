@@ -57,6 +57,10 @@ class Kernel:
                 scope[name] = scope[name].jit
         return jit
 
+    def __call__(self, *arguments: Any) -> Any:
+        """Kernels call each other; Triton sees its own function there."""
+        raise TypeError(f"{self.__name__} is a kernel: launch it with {self.__name__}[grid](…)")
+
     def __getitem__(self, grid: Any) -> Callable[..., Any]:
         return self.jit[grid]
 

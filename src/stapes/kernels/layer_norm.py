@@ -19,6 +19,7 @@ from stapes.kernels.targets import CompileCase, Target
 if TYPE_CHECKING:
     import triton.language as tl
 
+_ROWS, _WARPS = 4, 4
 _DTYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
@@ -27,19 +28,18 @@ def _layer_norm(
     x_ptr, lack_ptr, gain_ptr, bias_ptr, y_ptr, rows, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr
 ):
     d = tl.arange(0, BLOCK)
-    inside = d < WIDTH
-    lack = tl.load(lack_ptr + d, mask=inside, other=0.0)
-    gain = tl.load(gain_ptr + d, mask=inside, other=0.0)
-    bias = tl.load(bias_ptr + d, mask=inside, other=0.0)
-    for i in range(ROWS):
-        row = (tl.program_id(0) * ROWS + i).to(tl.int64)
-        if row < rows:
-            x = tl.load(x_ptr + row * WIDTH + d, mask=inside, other=0.0).to(tl.float32) + lack
-            mean = tl.sum(x, 0) / WIDTH
-            x = tl.where(inside, x - mean, 0.0)
-            scale = tl.rsqrt(tl.sum(x * x, 0) / WIDTH + eps)
-            y = x * scale * gain + bias
-            tl.store(y_ptr + row * WIDTH + d, y.to(y_ptr.dtype.element_ty), mask=inside)
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    inside = (row < rows)[:, None] & (d < WIDTH)[None, :]
+    place = row[:, None] * WIDTH + d[None, :]
+    x = tl.load(x_ptr + place, mask=inside, other=0.0).to(tl.float32)
+    x += tl.load(lack_ptr + d, mask=d < WIDTH, other=0.0)[None, :]
+    mean = tl.sum(x, 1) / WIDTH
+    x = tl.where((d < WIDTH)[None, :], x - mean[:, None], 0.0)
+    scale = tl.rsqrt(tl.sum(x * x, 1) / WIDTH + eps)
+    gain = tl.load(gain_ptr + d, mask=d < WIDTH, other=0.0)
+    bias = tl.load(bias_ptr + d, mask=d < WIDTH, other=0.0)
+    y = x * scale[:, None] * gain[None, :] + bias[None, :]
+    tl.store(y_ptr + place, y.to(y_ptr.dtype.element_ty), mask=inside)
 
 
 def layer_norm(x: Tensor, lack: Tensor, gain: Tensor, bias: Tensor, eps: float = 1e-5) -> Tensor:
@@ -60,10 +60,9 @@ def layer_norm_reference(x: Tensor, lack: Tensor, gain: Tensor, bias: Tensor, ep
 def _launch(x: Tensor, lack: Tensor, gain: Tensor, bias: Tensor, eps: float) -> Tensor:
     rows, width = x.shape
     y = torch.empty_like(x)
-    each = 4 if rows >= 4096 else 1
     block = 1 << (width - 1).bit_length()
-    _layer_norm[(-(-rows // each),)](
-        x, lack, gain, bias, y, rows, eps, WIDTH=width, BLOCK=block, ROWS=each, num_warps=4
+    _layer_norm[(-(-rows // _ROWS),)](
+        x, lack, gain, bias, y, rows, eps, WIDTH=width, BLOCK=block, ROWS=_ROWS, num_warps=_WARPS
     )
     return y
 
@@ -84,6 +83,6 @@ def compile_cases(target: Target) -> Iterable[CompileCase]:
                 "rows": "i32",
                 "eps": "fp32",
             },
-            constants={"WIDTH": 1280, "BLOCK": 2048, "ROWS": 4},
+            constants={"WIDTH": 1280, "BLOCK": 2048, "ROWS": _ROWS},
             skip="no bf16 arithmetic" if target.family == "rdna2" and name == "bf16" else None,
         )

@@ -13,16 +13,29 @@ import torch
 from torch import Tensor
 
 from stapes.kernels.jit import kernel, launch_or
+from stapes.kernels.overlap import follow, overlap
 from stapes.kernels.targets import CompileCase, Target
 
 if TYPE_CHECKING:
     import triton.language as tl
 
 
+_BLOCK = 2048
+"""Tokens of the vocabulary that one program ranks."""
+
+
 @kernel
 def _embed(
-    token_ptr, position_ptr, embedding_ptr, place_ptr, wide_ptr, narrow_ptr, WIDTH: tl.constexpr, BLOCK: tl.constexpr
+    token_ptr,
+    position_ptr,
+    embedding_ptr,
+    place_ptr,
+    out_ptr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    follow(OVERLAP)
     row = tl.program_id(0)
     d = tl.arange(0, BLOCK)
     inside = d < WIDTH
@@ -30,12 +43,11 @@ def _embed(
     position = tl.load(position_ptr + row)
     x = tl.load(embedding_ptr + token * WIDTH + d, mask=inside, other=0.0).to(tl.float32)
     x += tl.load(place_ptr + position * WIDTH + d, mask=inside, other=0.0).to(tl.float32)
-    tl.store(wide_ptr + row * WIDTH + d, x, mask=inside)
-    tl.store(narrow_ptr + row * WIDTH + d, x.to(narrow_ptr.dtype.element_ty), mask=inside)
+    tl.store(out_ptr + row * WIDTH + d, x, mask=inside)
 
 
-def embed(tokens: Tensor, positions: Tensor, embedding: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
-    """tokens, positions (rows,), int64 → the sum of both embeddings (rows, width), in float32 and in their dtype."""
+def embed(tokens: Tensor, positions: Tensor, embedding: Tensor, places: Tensor) -> Tensor:
+    """tokens, positions (rows,), int64 → the sum of both embeddings (rows, width), float32."""
     return launch_or(
         "embed",
         tokens.device,
@@ -44,26 +56,86 @@ def embed(tokens: Tensor, positions: Tensor, embedding: Tensor, places: Tensor) 
     )
 
 
-def embed_reference(tokens: Tensor, positions: Tensor, embedding: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+def embed_reference(tokens: Tensor, positions: Tensor, embedding: Tensor, places: Tensor) -> Tensor:
     """`embed` in plain PyTorch."""
-    wide = embedding[tokens.clamp_min(0)].float() + places[positions].float()
-    return wide, wide.to(places.dtype)
+    return embedding[tokens.clamp_min(0)].float() + places[positions].float()
 
 
-def _launch_embed(tokens: Tensor, positions: Tensor, embedding: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+def _launch_embed(tokens: Tensor, positions: Tensor, embedding: Tensor, places: Tensor) -> Tensor:
     rows, width = len(tokens), places.shape[1]
-    wide = torch.empty(rows, width, dtype=torch.float32, device=tokens.device)
-    narrow = torch.empty(rows, width, dtype=places.dtype, device=tokens.device)
-    block = 1 << (width - 1).bit_length()
-    _embed[(rows,)](tokens, positions, embedding, places, wide, narrow, WIDTH=width, BLOCK=block, num_warps=4)
-    return wide, narrow
+    out = torch.empty(rows, width, dtype=torch.float32, device=tokens.device)
+    _embed[(rows,)](
+        tokens,
+        positions,
+        embedding,
+        places,
+        out,
+        WIDTH=width,
+        BLOCK=1 << (width - 1).bit_length(),
+        num_warps=4,
+        **overlap(tokens.device),
+    )
+    return out
 
 
 @kernel
-def _likeliest(
+def _rank_part(
     logits_ptr,
     forbidden_ptr,
     blank_ptr,
+    timestamps_ptr,
+    max_initial_ptr,
+    count_ptr,
+    last_ptr,
+    before_last_ptr,
+    last_timestamp_ptr,
+    best_ptr,
+    at_ptr,
+    SIZE: tl.constexpr,
+    END: tl.constexpr,
+    NO_TIMESTAMPS: tl.constexpr,
+    BEGIN: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """Of one part of a row's vocabulary: the best text and the best time that the rules allow, and their masses."""
+    follow(OVERLAP)
+    row, part = tl.program_id(0), tl.program_id(1)
+    none = float("-inf")
+    on = tl.load(timestamps_ptr + row) != 0
+    first = tl.load(count_ptr + row) == 0
+    last = tl.load(last_ptr + row)
+    before = tl.load(before_last_ptr + row)
+    max_initial = tl.load(max_initial_ptr + row)
+    after_time = on & (last >= BEGIN)
+    after_pair = after_time & ((before >= BEGIN) | (before < 0))
+    after_one = after_time & (after_pair == 0)
+    floor = tl.load(last_timestamp_ptr + row) + tl.where(after_one, 0, 1) - BEGIN
+    too_late = first & on & (max_initial >= 0)
+    token = part * BLOCK + tl.arange(0, BLOCK)
+    inside = token < SIZE
+    x = tl.load(logits_ptr + row * SIZE + token, mask=inside, other=none)
+    x += tl.load(forbidden_ptr + row * SIZE + token, mask=inside, other=0.0)
+    x += tl.load(blank_ptr + token, mask=inside & first, other=0.0)
+    index = token - BEGIN
+    is_time = index >= 0
+    no_time = on & ((index < floor) | after_pair | (too_late & (index > max_initial)))
+    no_text = (on & (token == NO_TIMESTAMPS)) | (after_one & (token < END)) | (first & on)
+    place = (row * PARTS + part) * 2
+    fine = tl.where(is_time, no_time, no_text) == 0
+    for kind in tl.static_range(2):  # pyright: ignore[reportGeneralTypeIssues]
+        allowed = tl.where(fine & (is_time == (kind == 1)), x, none)
+        best = tl.maximum(tl.max(allowed, 0), -1e30)
+        tl.store(best_ptr + (place + kind) * 2, best)
+        tl.store(best_ptr + (place + kind) * 2 + 1, tl.sum(tl.exp(allowed - best), 0))
+        tl.store(at_ptr + place + kind, part * BLOCK + tl.argmax(allowed, 0))
+
+
+@kernel
+def _write_likeliest(
+    best_ptr,
+    at_ptr,
     timestamps_ptr,
     max_initial_ptr,
     count_ptr,
@@ -75,57 +147,30 @@ def _likeliest(
     limit_ptr,
     tokens_ptr,
     logprobs_ptr,
-    SIZE: tl.constexpr,
     END: tl.constexpr,
-    NO_TIMESTAMPS: tl.constexpr,
     BEGIN: tl.constexpr,
     CONTEXT: tl.constexpr,
+    PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    """Join the parts, choose, and note what was chosen."""
+    follow(OVERLAP)
     row = tl.program_id(0)
-    forbidden_score = float("-inf")
-    on = tl.load(timestamps_ptr + row) != 0
-    count = tl.load(count_ptr + row)
-    last = tl.load(last_ptr + row)
-    before = tl.load(before_last_ptr + row)
-    max_initial = tl.load(max_initial_ptr + row)
-    first = count == 0
-    after_time = on & (last >= BEGIN)
-    after_pair = after_time & ((before >= BEGIN) | (before < 0))
-    after_one = after_time & (after_pair == 0)
-    floor = tl.load(last_timestamp_ptr + row) + tl.where(after_one, 0, 1) - BEGIN
-    too_late = first & on & (max_initial >= 0)
-    # Of text and of times each: the highest logit so far, where it is, and the sum of exponentials below it.
-    text_best, time_best = -1e30, -1e30
-    text_sum, time_sum = 0.0, 0.0
-    text_at, time_at = 0, BEGIN
-    for start in range(0, SIZE, BLOCK):
-        token = start + tl.arange(0, BLOCK)
-        inside = token < SIZE
-        x = tl.load(logits_ptr + row * SIZE + token, mask=inside, other=forbidden_score)
-        x += tl.load(forbidden_ptr + row * SIZE + token, mask=inside, other=0.0)
-        if first:
-            x += tl.load(blank_ptr + token, mask=inside, other=0.0)
-        index = token - BEGIN
-        is_time = index >= 0
-        no_time = on & ((index < floor) | after_pair | (too_late & (index > max_initial)))
-        no_text = (on & (token == NO_TIMESTAMPS)) | (after_one & (token < END)) | (first & on)
-        text = tl.where(is_time | no_text, forbidden_score, x)
-        time = tl.where((is_time == 0) | no_time, forbidden_score, x)
-        best, at = tl.max(text, 0), tl.argmax(text, 0)
-        higher = tl.maximum(text_best, best)
-        text_sum = text_sum * tl.exp(text_best - higher) + tl.sum(tl.exp(text - higher), 0)
-        text_at = tl.where(best > text_best, start + at, text_at)
-        text_best = higher
-        best, at = tl.max(time, 0), tl.argmax(time, 0)
-        higher = tl.maximum(time_best, best)
-        time_sum = time_sum * tl.exp(time_best - higher) + tl.sum(tl.exp(time - higher), 0)
-        time_at = tl.where(best > time_best, start + at, time_at)
-        time_best = higher
+    part = tl.arange(0, BLOCK)
+    inside = part < PARTS
+    place = (row * PARTS + part) * 2
+    text = tl.load(best_ptr + place * 2, mask=inside, other=-1e30)
+    time = tl.load(best_ptr + place * 2 + 2, mask=inside, other=-1e30)
+    text_best, time_best = tl.max(text, 0), tl.max(time, 0)
+    text_sum = tl.sum(tl.load(best_ptr + place * 2 + 1, mask=inside, other=0.0) * tl.exp(text - text_best), 0)
+    time_sum = tl.sum(tl.load(best_ptr + place * 2 + 3, mask=inside, other=0.0) * tl.exp(time - time_best), 0)
+    text_at = tl.load(at_ptr + (row * PARTS + tl.argmax(text, 0)) * 2)
+    time_at = tl.load(at_ptr + (row * PARTS + tl.argmax(time, 0)) * 2 + 1)
     time_mass = time_best + tl.log(time_sum)
     text_mass = text_best + tl.log(text_sum)
     # When all timestamps together are likelier than any single text token, one of them it is.
-    time_wins = on & (time_mass > text_best)
+    time_wins = (tl.load(timestamps_ptr + row) != 0) & (time_mass > text_best)
     is_time = time_wins | (time_best > text_best)
     token = tl.where(is_time, time_at, text_at)
     top = tl.maximum(time_mass, text_mass)
@@ -133,10 +178,11 @@ def _likeliest(
     chosen = tl.where(is_time, time_best, text_best) - tl.where(time_wins, time_mass, mass)
     ended = tl.load(ended_ptr + row) != 0
     token = tl.where(ended, END, token).to(tl.int64)
-    place = row * CONTEXT + tl.minimum(count, CONTEXT - 1)
-    tl.store(logprobs_ptr + place, chosen)
-    tl.store(tokens_ptr + place, token)
-    tl.store(before_last_ptr + row, last)
+    count = tl.load(count_ptr + row)
+    written = row * CONTEXT + tl.minimum(count, CONTEXT - 1)
+    tl.store(logprobs_ptr + written, chosen)
+    tl.store(tokens_ptr + written, token)
+    tl.store(before_last_ptr + row, tl.load(last_ptr + row))
     tl.store(last_ptr + row, token)
     tl.store(count_ptr + row, count + 1)
     if token >= BEGIN:
@@ -166,28 +212,49 @@ def launch_likeliest(
     where it reaches ``limits`` (rows,), int64, too. tokens (rows, context), int64, logprobs, float32: written at each
     row's count. ids: <|endoftext|>, <|notimestamps|>, the first timestamp. All are changed in place.
     """
-    _likeliest[(len(logits),)](
+    rows, size = logits.shape
+    parts = -(-size // _BLOCK)
+    best = torch.empty(rows * parts * 4, dtype=torch.float32, device=logits.device)
+    at = torch.empty(rows * parts * 2, dtype=torch.int32, device=logits.device)
+    end, no_timestamps, begin = ids
+    _rank_part[(rows, parts)](
         logits,
         forbidden,
         blank,
+        *state,
+        best,
+        at,
+        SIZE=size,
+        END=end,
+        NO_TIMESTAMPS=no_timestamps,
+        BEGIN=begin,
+        PARTS=parts,
+        BLOCK=_BLOCK,
+        num_warps=4,
+        **overlap(logits.device),
+    )
+    _write_likeliest[(rows,)](
+        best,
+        at,
         *state,
         ended,
         live,
         limits,
         tokens,
         logprobs,
-        SIZE=logits.shape[1],
-        END=ids[0],
-        NO_TIMESTAMPS=ids[1],
-        BEGIN=ids[2],
+        END=end,
+        BEGIN=begin,
         CONTEXT=tokens.shape[1],
-        BLOCK=4096,
-        num_warps=8,
+        PARTS=parts,
+        BLOCK=max(2, 1 << (parts - 1).bit_length()),
+        num_warps=1,
+        **overlap(logits.device),
     )
 
 
 def compile_cases(target: Target) -> Iterable[CompileCase]:
     """For the gate: Whisper large-v3."""
+    overlaps = {"OVERLAP": target.name == "sm_90"}
     for name in ("fp16", "bf16"):
         yield CompileCase(
             "embed",
@@ -198,35 +265,27 @@ def compile_cases(target: Target) -> Iterable[CompileCase]:
                 "position_ptr": "*i64",
                 "embedding_ptr": f"*{name}",
                 "place_ptr": f"*{name}",
-                "wide_ptr": "*fp32",
-                "narrow_ptr": f"*{name}",
+                "out_ptr": "*fp32",
             },
-            constants={"WIDTH": 1280, "BLOCK": 2048},
+            constants={"WIDTH": 1280, "BLOCK": 2048} | overlaps,
             skip="no bf16 arithmetic" if target.family == "rdna2" and name == "bf16" else None,
         )
-    integers = (
-        "limit_ptr",
-        "max_initial_ptr",
-        "count_ptr",
-        "last_ptr",
-        "before_last_ptr",
-        "last_timestamp_ptr",
-        "tokens_ptr",
-    )
-    yield CompileCase(
-        "likeliest",
-        "fp32",
-        _likeliest,
-        signature={
-            "logits_ptr": "*fp32",
-            "forbidden_ptr": "*fp32",
-            "blank_ptr": "*fp32",
-            "timestamps_ptr": "*i1",
-            "ended_ptr": "*i1",
-            "live_ptr": "*i32",
-            "logprobs_ptr": "*fp32",
-        }
-        | dict.fromkeys(integers, "*i64"),
-        constants={"SIZE": 51866, "END": 50257, "NO_TIMESTAMPS": 50364, "BEGIN": 50365, "CONTEXT": 448, "BLOCK": 4096},
-        warps=8,
-    )
+    integers = ("limit_ptr", "max_initial_ptr", "count_ptr", "last_ptr", "before_last_ptr", "last_timestamp_ptr")
+    types = dict.fromkeys((*integers, "tokens_ptr"), "*i64") | {"timestamps_ptr": "*i1", "ended_ptr": "*i1"}
+    types |= dict.fromkeys(("logits_ptr", "forbidden_ptr", "blank_ptr", "best_ptr", "logprobs_ptr"), "*fp32")
+    types |= {"at_ptr": "*i32", "live_ptr": "*i32"}
+    sizes = {"SIZE": 51866, "END": 50257, "NO_TIMESTAMPS": 50364, "BEGIN": 50365, "CONTEXT": 448, "PARTS": 26}
+    for name, function, block, warps in (
+        ("rank_part", _rank_part, _BLOCK, 4),
+        ("write_likeliest", _write_likeliest, 32, 1),
+    ):
+        code = function.function.__code__
+        arguments = code.co_varnames[: code.co_argcount]
+        yield CompileCase(
+            name,
+            "fp32",
+            function,
+            signature={each: types[each] for each in arguments if each in types},
+            constants={each: value for each, value in sizes.items() if each in arguments} | {"BLOCK": block} | overlaps,
+            warps=warps,
+        )
