@@ -63,16 +63,17 @@ def transcribe_windows(
     written: list[Written | None] = [None] * len(windows)
     places: dict[Slot, int] = {}
     position = 0
+    # One batch is encoded ahead: when slots fall free, the device has work while the host fills them.
+    waiting = engine.encode(windows[:encoder_batch]) if windows else []
 
     def fill() -> None:
-        nonlocal position
-        while position < len(windows):
+        nonlocal position, waiting
+        while waiting and engine.free_slots(request) >= len(waiting):
+            slots = engine.admit([request] * len(waiting), waiting)
+            places.update(zip(slots, range(position, position + len(waiting)), strict=True))
+            position += len(waiting)
             batch = windows[position : position + encoder_batch]
-            if engine.free_slots(request) < len(batch):
-                return
-            slots = engine.admit([request] * len(batch), engine.encode(batch))
-            places.update(zip(slots, range(position, position + len(batch)), strict=True))
-            position += len(batch)
+            waiting = engine.encode(batch) if batch else []
 
     ended: list[tuple[int, list[int]]] = []
 
