@@ -336,7 +336,7 @@ def compile_cases(target: Target) -> list[CompileCase]:
                         dtype,
                         _linear,
                         weights
-                        | dict.fromkeys(("x_ptr", "bias_ptr", "residual_ptr"), pointer)
+                        | {"x_ptr": pointer, "bias_ptr": pointer, "residual_ptr": "*fp32"}
                         | {"out_ptr": pointer if tile.splits == 1 else "*fp32"}
                         | dict.fromkeys(("rows", "outputs", "inputs", "stride_x"), "i32"),
                         _constants(bits, group, tile, True, False),
@@ -363,7 +363,7 @@ def compile_cases(target: Target) -> list[CompileCase]:
                 "add splits",
                 dtype,
                 _add_splits,
-                dict.fromkeys(("bias_ptr", "residual_ptr", "out_ptr"), pointer)
+                {"bias_ptr": pointer, "out_ptr": pointer, "residual_ptr": "*fp32"}
                 | {"parts_ptr": "*fp32", "rows": "i32", "outputs": "i32"},
                 {"GELU": True, "SPLITS": 8, "BLOCK_N": 256},
                 skip=skip,

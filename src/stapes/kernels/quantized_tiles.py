@@ -39,8 +39,9 @@ def tile_for(weight: Shape, dtype: str, rows: int, target: Target, cores: int) -
     bucket = 1 if rows == 1 else min(64, max(16, 1 << (rows - 1).bit_length()))
     if bucket == 1:
         # One row is no matrix product. As many outputs as keep every core busy, without parts of the inputs.
-        wide = outputs >= 32 * cores
-        return Tile(1, 16 if wide else 8, 4 * group, 4, 2)
+        # A thread reads 16 bytes at a time.
+        block = 16 if outputs >= 32 * cores else 8
+        return Tile(1, block, 4 * group, 4, 2) if bits == 8 else Tile(1, block, 8 * group, block // 4, 2)
     stages = 2 if target.is_amd else 4
     if dtype not in target.matrix:  # registers hold sums and factors alike, and idle rows are computed for nothing
         tile = Tile(16, 32, group, 4, 2)
