@@ -17,7 +17,7 @@ pytestmark = pytest.mark.timeout(300)
 def test_a_short_soak_loses_nothing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     # A few rounds are too short to tell a leak from what the allocator keeps: the objects must tell.
     monkeypatch.setitem(soak.LIMITS, "resident", (1.0, 1e9))
-    arguments = "--windows 60 --rounds 6 --random small --tokens 16 --callers 3 --slots 4 --longest 15 --device cpu"
+    arguments = "--windows 30 --rounds 3 --random small --tokens 16 --callers 3 --slots 4 --longest 15 --device cpu"
     code = soak.main(arguments.split())
     said = capsys.readouterr().out
     assert code == 0, said

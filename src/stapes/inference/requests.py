@@ -6,9 +6,11 @@ ends it, once, with or without an error. Neither waits for the other while it ho
 
 from __future__ import annotations
 
+import queue
 import threading
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -165,19 +167,29 @@ class Request:
 
 
 class Bell:
-    """Wakes the driving thread, which sleeps only when nothing has rung since it last looked."""
+    """Wakes the driving thread, which sleeps only when nothing has rung since it last began to look.
+
+    It has no lock: the garbage collector may close a call, and so ring, in the middle of anything.
+    """
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self.rung = 0
+        self._rings: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._rung = False
 
     def ring(self) -> None:
         """Wake it."""
-        with self._changed:
-            self.rung += 1
-            self._changed.notify_all()
+        if not self._rung:
+            self._rung = True
+            self._rings.put(None)
 
-    def wait(self, seen: int, seconds: float) -> None:
-        """Sleep until it has rung since ``rung`` was ``seen``, or for so long."""
-        with self._changed:
-            self._changed.wait_for(lambda: self.rung != seen, seconds)
+    def heard(self) -> None:
+        """Forget what has rung: the driving thread is about to look."""
+        with suppress(queue.Empty):
+            while True:
+                self._rings.get_nowait()
+        self._rung = False  # in this order: a ring in between is covered by the look that follows
+
+    def wait(self, seconds: float) -> None:
+        """Sleep until it rings, for so long at most."""
+        with suppress(queue.Empty):
+            self._rings.get(timeout=seconds)

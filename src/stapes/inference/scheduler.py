@@ -79,7 +79,7 @@ class Scheduler:
         request = Request(self, ingest, priority, batch_size)
         with self._lock:
             self._arrivals.append(request)
-            if self._thread is None:
+            if self._thread is None or not self._thread.is_alive():
                 self._thread = threading.Thread(target=self._drive, args=(prepare,), name="stapes-engine", daemon=True)
                 self._thread.start()
         self.ring(urgent=True)
@@ -112,7 +112,6 @@ class Scheduler:
 
     def _drive(self, prepare: Callable[[], None] | None) -> None:
         while self._welcome():
-            seen = self._bell.rung
             try:
                 if prepare is not None:
                     prepare()
@@ -122,10 +121,11 @@ class Scheduler:
                 self._drop_all(error)
             else:
                 if not worked and self._mixer.requests:
-                    self._bell.wait(seen, _DOZE_SECONDS)
+                    self._bell.wait(_DOZE_SECONDS)
 
     def _welcome(self) -> bool:
         """Take up new requests. False: there are none at all, and the driving thread is no more."""
+        self._bell.heard()
         with self._lock:
             arrivals, self._arrivals = self._arrivals, []
             for request in arrivals:
