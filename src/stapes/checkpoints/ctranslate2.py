@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from stapes.checkpoints.formats import EMBEDDING, WhisperCheckpoint, pairs, whisper_config
-from stapes.checkpoints.huggingface import read_json
+from stapes.checkpoints.tensors import read_json
 from stapes.errors import ModelError
 from stapes.models.whisper import WhisperConfig
 

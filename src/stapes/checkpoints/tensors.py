@@ -1,0 +1,115 @@
+"""Tensors of Hugging Face's weight files, one at a time: safetensors, and pickles read as plain tensors only."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from stapes.errors import ModelError
+
+# The mapped pages of a file count as this process's memory until it is closed, so it is closed after each such part.
+_PART = 0.01
+
+
+class TensorFile(Protocol):
+    """An open file of weights."""
+
+    def keys(self) -> Iterable[str]: ...
+
+    def get_tensor(self, name: str) -> Tensor: ...
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object; ModelError when it is missing or broken."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ModelError(f"{path} is missing: this folder is no model, or it was only partly downloaded") from None
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} cannot be read ({error}); fetch the model again") from None
+    if not isinstance(value, dict):
+        raise ModelError(f"{path} is not a JSON object; fetch the model again")
+    return value
+
+
+def weight_files(folder: Path, stem: str = "model", suffix: str = ".safetensors") -> list[Path]:
+    """The weights in ``folder``: one file, or the shards that an index names; none where there are neither.
+
+    Raises ModelError for an index that is broken or names files that are missing or elsewhere.
+    """
+    single = folder / f"{stem}{suffix}"
+    if single.exists():
+        return [single]
+    index = folder / f"{stem}{suffix}.index.json"
+    if not index.exists():
+        return []
+    places = read_json(index).get("weight_map")
+    if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
+        raise ModelError(f"{index} has no 'weight_map'; fetch the model again")
+    files = [folder / file for file in sorted(set(places.values()))]
+    for file in files:
+        if file.resolve().parent != folder.resolve() and not file.is_symlink():
+            raise ModelError(f"{index} points outside its folder; fetch the model again")
+        if not file.exists():
+            raise ModelError(f"{file} is missing; fetch the model again")
+    return files
+
+
+@contextmanager
+def open_tensors(file: Path) -> Iterator[TensorFile]:
+    """Open a file of weights, by its suffix. Raises ModelError where it cannot be read, also while it is open."""
+    if file.suffix != ".safetensors":
+        yield _Pickle(_unpickle(file))
+        return
+    try:
+        with safe_open(file, framework="pt") as handle:
+            yield handle
+    except (SafetensorError, OSError) as error:
+        raise ModelError(f"{file} cannot be read ({error}); fetch the model again") from None
+
+
+def read_tensors(places: Iterable[tuple[str, Path, str]]) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, tensor) for each (name, file, name in that file), in order, keeping none of them."""
+    pending = list(places)
+    while pending:
+        file = pending[0][1]
+        budget = _PART * file.stat().st_size
+        with open_tensors(file) as handle:
+            while pending and pending[0][1] == file and budget > 0:
+                name, _, key = pending.pop(0)
+                tensors = [handle.get_tensor(key)]
+                budget -= tensors[0].nbytes
+                yield name, tensors.pop()  # popped: not held here while the caller works
+
+
+class _Pickle:
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        self._tensors = tensors
+
+    def keys(self) -> Iterable[str]:
+        return self._tensors.keys()
+
+    def get_tensor(self, name: str) -> Tensor:
+        return self._tensors.pop(name)
+
+
+def _unpickle(file: Path) -> dict[str, Tensor]:
+    """Only tensors and plain values are unpickled (``weights_only``)."""
+    try:
+        with file.open("rb") as stream:
+            zipped = stream.read(2) == b"PK"  # files from before PyTorch 1.6 are not, and cannot be mapped
+        value = torch.load(file, map_location="cpu", weights_only=True, mmap=zipped)
+    except (pickle.UnpicklingError, RuntimeError, OSError, EOFError, ValueError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ModelError(f"{file} cannot be read as weights ({reason}); fetch it again") from None
+    if not isinstance(value, dict):
+        raise ModelError(f"{file} holds no weights by name; fetch it again")
+    return {name: tensor for name, tensor in value.items() if isinstance(tensor, Tensor)}
