@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +27,7 @@ from transformers import (
 from small_wav2vec2 import KINDS, speech_like, theirs
 from stapes.checkpoints.wav2vec2 import Wav2Vec2Checkpoint, load_wav2vec2, open_wav2vec2, save_wav2vec2, set_language
 from stapes.errors import ModelError, OutputError, UsageError
-from stapes.models.wav2vec2 import Wav2Vec2, Wav2Vec2Config, initialize
+from stapes.models.wav2vec2 import BASE, Wav2Vec2, Wav2Vec2Config, initialize
 from stapes.text.ctc_tokenizer import CTCTokenizer
 
 CPU = torch.device("cpu")
@@ -221,6 +223,42 @@ class TestFiles:
         save_wav2vec2(checkpoint, tmp_path / "n")
         _, report = Wav2Vec2ForCTC.from_pretrained(tmp_path / "n", output_loading_info=True)
         assert not any(report.values())
+
+
+# A small model is loaded first, so that what the libraries set up once does not count.
+_PROGRAM = """
+import ctypes, re, sys
+from pathlib import Path
+import torch
+from stapes.checkpoints.wav2vec2 import load_wav2vec2, open_wav2vec2
+
+def mebibytes(field):
+    return int(re.search(field + r":\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) / 1024
+
+def load(path):
+    return load_wav2vec2(open_wav2vec2(Path(path)), torch.float32, torch.device("cpu"))
+
+load(sys.argv[1])
+ctypes.CDLL(None).malloc_trim(0)
+before = mebibytes("VmRSS")
+model = load(sys.argv[2])
+print(max(mebibytes("VmHWM"), mebibytes("VmRSS")) - before)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
+@pytest.mark.parametrize("format", ["safetensors", "pickle"])
+def test_loading_takes_the_memory_of_the_weights_and_little_more(tmp_path: Path, format: str) -> None:
+    config = replace(BASE, layers=6, vocab_size=32)
+    network = Wav2Vec2(config).half()
+    save_wav2vec2(Wav2Vec2Checkpoint("m", tmp_path, "wav2vec2", config, ()), tmp_path / "m", network)
+    if format == "pickle":
+        torch.save(load_file(tmp_path / "m" / "model.safetensors"), tmp_path / "m" / "pytorch_model.bin")
+        (tmp_path / "m" / "model.safetensors").unlink()
+    size = 4 * sum(parameter.numel() for parameter in network.parameters()) / 2**20
+    command = [sys.executable, "-c", _PROGRAM, str(small(tmp_path / "small")), str(tmp_path / "m")]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert size < float(result.stdout) < 1.15 * size
 
 
 class TestRefusals:

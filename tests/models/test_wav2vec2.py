@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import Wav2Vec2FeatureExtractor
+from transformers import Wav2Vec2Config as TheirConfig
+from transformers import Wav2Vec2FeatureExtractor, Wav2Vec2ForCTC
 
 from small_wav2vec2 import KINDS, Theirs, speech_like, theirs
 from stapes.checkpoints.wav2vec2_names import (
@@ -110,6 +111,30 @@ class TestEveryKind:
             # A key's bias shifts all scores of a query alike: its gradient is zero but for rounding.
             assert gradient.abs().max() > 0 or name.endswith("key.bias"), name
             assert (gradient - gradients[1][name]).abs().max() < 1e-4 * max(1, gradient.abs().max()), name
+
+
+@pytest.mark.parametrize("size", ["base", "large"])
+def test_at_the_published_sizes(size: str) -> None:
+    """Full width (six layers of large's 24), logits that spread as those of trained models do."""
+    large = {"hidden_size": 1024, "num_attention_heads": 16, "intermediate_size": 4096, "num_hidden_layers": 6}
+    sizes = {**KINDS[size][1], **(large if size == "large" else {})}
+    torch.manual_seed(0)
+    model = Wav2Vec2ForCTC(TheirConfig(vocab_size=32, **sizes)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter += 0.05 * torch.randn_like(parameter)
+        model.lm_head.weight *= 20
+    copy = ours(model)
+    batch, lengths = padded([speech_like(12_000), torch.randn(7_000)], extra=1_000, fill=float("nan"))
+    batch = normalize_waveform(batch, lengths)
+    with torch.inference_mode():
+        together, counts = copy(batch, lengths)
+        for row, length in enumerate(lengths):
+            wanted = model(batch[row : row + 1, :length]).logits[0]
+            assert wanted.std() > 5
+            assert counts[row] == len(wanted)
+            assert (together[row, : len(wanted)] - wanted).abs().max() < 1e-4
 
 
 class TestFrames:

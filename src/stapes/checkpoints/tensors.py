@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import pickle
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -81,13 +82,24 @@ def read_tensors(places: Iterable[tuple[str, Path, str]]) -> Iterator[tuple[str,
     pending = list(places)
     while pending:
         file = pending[0][1]
-        budget = _PART * file.stat().st_size
+        budget = _PART * file.stat().st_size if _is_mapped(file) else math.inf
         with open_tensors(file) as handle:
             while pending and pending[0][1] == file and budget > 0:
                 name, _, key = pending.pop(0)
                 tensors = [handle.get_tensor(key)]
                 budget -= tensors[0].nbytes
                 yield name, tensors.pop()  # popped: not held here while the caller works
+
+
+def _is_mapped(file: Path) -> bool:
+    """Whether opening the file reads no weight. Pickles from before PyTorch 1.6 are no zip files and are read whole."""
+    if file.suffix == ".safetensors":
+        return True
+    try:
+        with file.open("rb") as stream:
+            return stream.read(2) == b"PK"
+    except OSError:  # told by who opens it
+        return False
 
 
 class _Pickle:
@@ -104,9 +116,7 @@ class _Pickle:
 def _unpickle(file: Path) -> dict[str, Tensor]:
     """Only tensors and plain values are unpickled (``weights_only``)."""
     try:
-        with file.open("rb") as stream:
-            zipped = stream.read(2) == b"PK"  # files from before PyTorch 1.6 are not, and cannot be mapped
-        value = torch.load(file, map_location="cpu", weights_only=True, mmap=zipped)
+        value = torch.load(file, map_location="cpu", weights_only=True, mmap=_is_mapped(file))
     except (pickle.UnpicklingError, RuntimeError, OSError, EOFError, ValueError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ModelError(f"{file} cannot be read as weights ({reason}); fetch it again") from None
