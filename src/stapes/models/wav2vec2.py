@@ -333,7 +333,7 @@ class Encoder(nn.Module):
         x = self.dropout(x if self.config.pre_norm else self.norm(x))
         mask = None
         if lengths is not None:
-            # A row without a real frame looks at its first one: attention to nothing is not a number.
+            # A row without a real frame looks at its first one: attention to nothing is not a number in some kernels.
             mask = is_real(lengths.clamp(min=1), x.shape[1])[:, None, None]
         for layer in self.layers:
             if not (self.training and self.config.layer_drop and torch.rand(()) < self.config.layer_drop):
