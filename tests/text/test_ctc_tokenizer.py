@@ -156,6 +156,7 @@ class TestFiles:
             ({"<pad>": "0"}, {}, "damaged"),
             ({"<pad>": -1}, {}, "damaged"),
             ({"deu": {"<pad>": 0}, "fra": 3}, {}, "damaged"),
+            ({"../deu": {"<pad>": 0}}, {}, "damaged"),
             ({}, {}, "damaged"),
             (CAPITALS, {"pad_token": 5}, "damaged"),
             (CAPITALS, {"pad_token": None}, "names no pad_token"),

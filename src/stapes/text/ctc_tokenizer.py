@@ -73,6 +73,7 @@ class CTCTokenizer:
                 tokens[ours] = value.get("content") if isinstance(value, dict) else value
         wrong = not all(isinstance(value, str | None) for value in tokens.values())
         nested = any(isinstance(value, dict) for value in vocabulary.values())
+        wrong = wrong or (nested and any(Path(name).name != name for name in vocabulary))  # they name files
         if wrong or not all(map(_is_vocabulary, vocabulary.values() if nested else [vocabulary])):
             raise ModelError(f"{folder / 'vocab.json'} or what lies beside it is damaged; fetch the model again")
         text = settings.get("replace_word_delimiter_char")
