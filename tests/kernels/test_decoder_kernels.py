@@ -103,7 +103,8 @@ def test_cross_attention_kernel(dtype: torch.dtype, splits: int, quantized: bool
     found = cross_attention(query, keys, values, scales if quantized else None, first, count, rows, live, 19, splits)
     truth = cross_attention_reference(query, keys, values, scales if quantized else None, first, count, rows)
     asked = live.bool()
-    close(found[asked], truth[asked], dtype)
+    # Of 8-bit keys the query is rounded too, to 15 bits.
+    close(found[asked], truth[asked], torch.float16 if quantized and dtype == torch.float32 else dtype)
     assert truth[0].abs().max() > 0.1
 
 

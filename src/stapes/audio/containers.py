@@ -30,6 +30,8 @@ _DEMUXERS = (
     "ircam,kux,live_flv,loas,matroska,mlp,mov,mp3,mpc,mpc8,mpeg,mpegts,mxf,nistsphere,nsv,nut,ogg,oma,osq,paf,pvf,qcp,"
     "qoa,rm,rso,shn,sox,tak,truehd,tta,voc,w64,wav,wtv,wv,xwma"
 )
+# Tags in a broken encoding must not stop anyone; PyAV 19 sees to that by itself and knows the argument no more.
+_TAGS: dict[str, Any] = {"metadata_errors": "ignore"} if int(av.__version__.partition(".")[0]) < 19 else {}
 _OPTIONS = {"protocol_whitelist": "none", "format_whitelist": _DEMUXERS}
 
 # Where a seek lands on a known sample: uncompressed or indexed, and timestamps in units of one sample. MP3, ADTS and
@@ -113,7 +115,7 @@ class ContainerFrames:
         if kind := _kind(head):
             raise AudioError(f"{name} is {kind}")
         try:
-            container = av.open(self._reader, options=_OPTIONS, metadata_errors="ignore")
+            container = av.open(self._reader, options=_OPTIONS, **_TAGS)
         except Exception as error:  # FFmpeg's errors, and whatever a file object raises
             raise AudioError(f"{name} {_why_not(head, error)}") from error
         tracks = list(container.streams.audio)

@@ -13,6 +13,7 @@ from statistics import median
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from stapes.audio.features import WINDOW_SAMPLES, log_mel_spectrogram
 from stapes.benchmarks.random_weights import text_only
@@ -63,34 +64,39 @@ def transcribe_windows(
     written: list[Written | None] = [None] * len(windows)
     places: dict[Slot, int] = {}
     position = 0
-    # One batch is encoded ahead: when slots fall free, the device has work while the host fills them.
-    waiting = engine.encode(windows[:encoder_batch]) if windows else []
+    waiting: Sequence[Tensor] = ()
+    ended: list[tuple[int, list[int]]] = []
 
-    def fill() -> None:
+    def encode() -> None:
+        nonlocal waiting
+        if not waiting and position < len(windows):
+            waiting = engine.encode(windows[position : position + encoder_batch])
+
+    def enter() -> None:
         nonlocal position, waiting
-        while waiting and engine.free_slots(request) >= len(waiting):
+        if waiting and engine.free_slots(request) >= len(waiting):
             slots = engine.admit([request] * len(waiting), waiting)
             places.update(zip(slots, range(position, position + len(waiting)), strict=True))
             position += len(waiting)
-            batch = windows[position : position + encoder_batch]
-            waiting = engine.encode(batch) if batch else []
-
-    ended: list[tuple[int, list[int]]] = []
+            waiting = ()
 
     def put_down() -> None:
         for place, tokens in ended:
             written[place] = Written(tokenizer.decode(tokens).strip(), len(tokens))
         ended.clear()
 
-    fill()
-    while places:
-        engine.step(engine.steps_per_look)
+    while places or position < len(windows):
+        # A batch is encoded ahead, and behind the step: while the device is at it the host looks at what the step
+        # wrote, and fills the slots that have fallen free.
+        if places:
+            engine.step(engine.steps_per_look)
+        encode()
         put_down()
         # From the last one on: then none of them has to move into the place of another, only to be let go itself.
         for slot, result in reversed(engine.harvest()):
             engine.release(slot)
             ended.append((places.pop(slot), result.tokens))
-        fill()
+        enter()
     put_down()
     return [each for each in written if each is not None]
 

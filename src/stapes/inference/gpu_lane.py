@@ -17,7 +17,7 @@ from torch import Tensor
 from stapes.decoding.rules import Vocabulary
 from stapes.decoding.sampling import random_key
 from stapes.inference.engine import DecodeRequest
-from stapes.inference.gpu_decoder import GpuDecoder, Memory, Rows, Windows
+from stapes.inference.gpu_decoder import Batch, GpuDecoder, Memory, Rows, Windows
 from stapes.inference.lanes import Lane, Look, Slot
 from stapes.kernels.jit import can_launch
 from stapes.kernels.write_token import launch_likeliest
@@ -180,15 +180,14 @@ class GpuLane(Lane):
         live = self.live[:rows]
         windows = rows // self.group
         count = live if self.group == 1 else live.view(windows, self.group).amax(dim=1) * self.group
-        logits = self.decoder.step(
+        batch = Batch(
             self.state.last[:rows],
             self.positions[:rows],
-            self.cache,
-            self.places,
             Rows(self.cells[:rows], self.source[:rows], live),
             Windows(self.first[:windows], count, self.memory_rows[:windows]),
             self.group,
         )
+        logits = self.decoder.step(batch, self.cache, self.places)
         # A row that has ended stays where it is.
         self.positions[:rows] = (self.positions[:rows] + 1).clamp_max(self.tokens.shape[1] - 1)
         if self.beam:

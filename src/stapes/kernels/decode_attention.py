@@ -64,13 +64,21 @@ def _cross_attention(
     asked = block * QUERIES + g < count
     q = tl.load(q_ptr + query[:, None] * (HEADS * HEAD) + head * HEAD + d[None, :], mask=asked[:, None], other=0.0)
     q = q.to(tl.float32) * scale
+    unit = tl.full((QUERIES,), 1.0, tl.float32)
+    kind: tl.constexpr = tl.float32 if WIDEN else out_ptr.dtype.element_ty  # pyright: ignore[reportAssignmentType]
+    v_kind: tl.constexpr = (  # pyright: ignore[reportAssignmentType]
+        tl.float16 if QUANTIZED and kind != tl.float32 else kind
+    )
+    high = q.to(kind)
+    low = high
     if QUANTIZED:
-        # A key is its integers times the scales of its channels: the scales go to the query, once.
+        # A key is its integers times the scales of its channels: the scales go to the query, once. The query becomes
+        # integers of 15 bits, in two digits, so that products with keys are exact and no key has to be converted.
         q *= tl.load(k_scale_ptr + (row * HEADS + head) * HEAD + d)[None, :]
-        # Integers up to 127 are exact in fp16 too, whatever the query came in.
-        q = q.to(tl.float32 if WIDEN or q_ptr.dtype.element_ty == tl.float32 else tl.float16)
-    else:
-        q = q.to(tl.float32 if WIDEN else k_ptr.dtype.element_ty)
+        unit = tl.max(tl.abs(q), 1) / 16256.0 + 1e-30
+        whole = tl.floor(q / unit[:, None] + 0.5).to(tl.int32)
+        high = ((whole + 64) >> 7).to(tl.int8)
+        low = (whole - (((whole + 64) >> 7) << 7)).to(tl.int8)
     base = row * stride_row + head * (KEYS * HEAD)
     highest = tl.full((QUERIES,), -1e30, tl.float32)
     total = tl.zeros((QUERIES,), tl.float32)
@@ -85,18 +93,21 @@ def _cross_attention(
         place = base + key[:, None] * HEAD + d[None, :]
         k = tl.load(k_ptr + place, mask=inside[:, None], other=0)
         v = tl.load(v_ptr + place, mask=inside[:, None], other=0)
-        if QUANTIZED and q.dtype == tl.float16:
-            # The bits of 1024 + 128 + an 8-bit integer in fp16, made without the slow unit that converts.
-            k = ((k.to(tl.uint8, bitcast=True) ^ 0x80).to(tl.uint16) | 0x6400).to(tl.float16, bitcast=True) - 1152.0
-            v = ((v.to(tl.uint8, bitcast=True) ^ 0x80).to(tl.uint16) | 0x6400).to(tl.float16, bitcast=True) - 1152.0
-        k, v = k.to(q.dtype), v.to(q.dtype)
-        score = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if QUANTIZED:
+            score = tl.dot(high, tl.trans(k)).to(tl.float32) * 128.0 + tl.dot(low, tl.trans(k)).to(tl.float32)
+            score *= unit[:, None]
+            if v_kind == tl.float16:
+                # The bits of 1024 + 128 + an 8-bit integer, made without the slow unit that converts.
+                v = ((v.to(tl.uint8, bitcast=True) ^ 0x80).to(tl.uint16) | 0x6400).to(tl.float16, bitcast=True) - 1152.0
+        else:
+            score = tl.dot(high, tl.trans(k.to(kind)), input_precision="ieee")
+        v = v.to(v_kind)
         score = tl.where(inside[None, :], score, -1e30)
         higher = tl.maximum(highest, tl.max(score, 1))
         weight = tl.exp2(score - higher[:, None])
         fade = tl.exp2(highest - higher)
         total = total * fade + tl.sum(weight, 1)
-        mixed = mixed * fade[:, None] + tl.dot(weight.to(q.dtype), v, input_precision="ieee")
+        mixed = mixed * fade[:, None] + tl.dot(weight.to(v_kind), v, input_precision="ieee")
         highest = higher
     if QUANTIZED:
         mixed *= tl.load(v_scale_ptr + (row * HEADS + head) * HEAD + d)[None, :]
@@ -310,7 +321,7 @@ def _launch_cross(
     out = torch.empty_like(query)
     blocks = -(-most // _QUERIES)
     partial = query.new_empty((splits, len(query), heads, head + 2) if splits > 1 else (1,), dtype=torch.float32)
-    tile = _cross_tile(query.dtype, scales is not None, target_of(query.device))
+    block, warps, stages = _cross_tile(query.dtype, scales is not None, target_of(query.device))
     _cross_attention[(len(first) * heads, splits, blocks)](
         query,
         keys,
@@ -329,12 +340,12 @@ def _launch_cross(
         HEADS=heads,
         HEAD=head,
         QUERIES=_QUERIES,
-        BLOCK=tile[0],
+        BLOCK=block,
         SPLITS=splits,
         QUANTIZED=scales is not None,
         WIDEN=is_interpreted(),
-        num_warps=tile[1],
-        num_stages=tile[2],
+        num_warps=warps,
+        num_stages=stages,
         **overlap(query.device),
     )
     if splits > 1:
@@ -402,8 +413,8 @@ def _launch_self(
         CONTEXT=context,
         HEADS=heads,
         HEAD=head,
-        BLOCK=32,
-        num_warps=2,
+        BLOCK=64,
+        num_warps=4,
         num_stages=2,
         **overlap(qkv.device),
     )
@@ -532,8 +543,8 @@ def compile_cases(target: Target) -> Iterable[CompileCase]:
                 "live_ptr": "*i32",
                 "scale": "fp32",
             },
-            constants={"CONTEXT": 448, "HEADS": 20, "HEAD": 64, "BLOCK": 32} | overlaps,
-            warps=2,
+            constants={"CONTEXT": 448, "HEADS": 20, "HEAD": 64, "BLOCK": 64} | overlaps,
+            warps=4,
             skip=skip,
         )
         for quantized in (False, True):

@@ -226,7 +226,7 @@ def _launch_add_norm(
         WIDTH=width,
         BLOCK=1 << (width - 1).bit_length(),
         SPLITS=0 if parts is None else len(parts),
-        num_warps=4,
+        num_warps=8,
         **overlap(residual.device),
     )
     return y
@@ -332,5 +332,6 @@ def compile_cases(target: Target) -> Iterable[CompileCase]:
                 signature=dict.fromkeys(("residual_ptr", "parts_ptr", "bias_ptr", "gain_ptr", "shift_ptr"), "*fp32")
                 | {"y_ptr": f"*{name}", "rows": "i32", "eps": "fp32"},
                 constants={"WIDTH": 1280, "BLOCK": 2048, "SPLITS": splits, "OVERLAP": overlaps},
+                warps=8,
                 skip=skip,
             )

@@ -28,33 +28,38 @@ def _round_rows(
     bias_ptr,
     y_ptr,
     scale_ptr,
+    rows,
     eps,
     largest,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
     ADD: tl.constexpr,
     NORM: tl.constexpr,
     GELU: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     d = tl.arange(0, BLOCK)
-    inside = d < WIDTH
-    x = tl.load(x_ptr + row * WIDTH + d, mask=inside, other=0.0).to(tl.float32)
+    inside = (row < rows)[:, None] & (d < WIDTH)[None, :]
+    place = row[:, None] * WIDTH + d[None, :]
+    x = tl.load(x_ptr + place, mask=inside, other=0.0).to(tl.float32)
     if ADD:
-        x += tl.load(delta_ptr + row * WIDTH + d, mask=inside, other=0.0).to(tl.float32)
+        x += tl.load(delta_ptr + place, mask=inside, other=0.0).to(tl.float32)
         stored = x.to(x_ptr.dtype.element_ty)
-        tl.store(x_ptr + row * WIDTH + d, stored, mask=inside)
+        tl.store(x_ptr + place, stored, mask=inside)
         x = stored.to(tl.float32)
     if NORM:
-        mean = tl.sum(x, 0) / WIDTH
-        x = tl.where(inside, x - mean, 0.0)
-        x *= tl.rsqrt(tl.sum(x * x, 0) / WIDTH + eps)
-        x = x * tl.load(gain_ptr + d, mask=inside, other=0.0) + tl.load(bias_ptr + d, mask=inside, other=0.0)
+        mean = tl.sum(x, 1) / WIDTH
+        x = tl.where(inside, x - mean[:, None], 0.0)
+        x *= tl.rsqrt(tl.sum(x * x, 1) / WIDTH + eps)[:, None]
+        gain = tl.load(gain_ptr + d, mask=d < WIDTH, other=0.0)
+        x = x * gain[None, :] + tl.load(bias_ptr + d, mask=d < WIDTH, other=0.0)[None, :]
     if GELU:
-        x = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
-    scale = tl.maximum(tl.max(tl.abs(x), 0) / largest, 1e-12)
-    tl.store(scale_ptr + row, scale)
-    tl.store(y_ptr + row * WIDTH + d, (x / scale).to(y_ptr.dtype.element_ty), mask=inside)
+        # The tanh form, by one exponential: 2 √(2/π) log₂e (x + 0.044715 x³).
+        x = x / (1.0 + tl.exp2(-2.302208198 * (x + 0.044715 * x * x * x)))
+    scale = tl.maximum(tl.max(tl.abs(x), 1) / largest, 1e-12)
+    tl.store(scale_ptr + row, scale, mask=row < rows)
+    tl.store(y_ptr + place, (x * (1.0 / scale)[:, None]).to(y_ptr.dtype.element_ty), mask=inside)
 
 
 def round_rows(
@@ -68,7 +73,8 @@ def round_rows(
     """(rows, width) → the same in ``kind``, and a scale for each row (rows, 1), float32.
 
     delta: added first, and the sum is kept in x. norm: gain, bias (width,), float32, and epsilon of a layer norm that
-    comes next. gelu: applied last. kind: torch.float8_e4m3fn, or torch.float8_e4m3fnuz on gfx942.
+    comes next. gelu: applied last, in its tanh form, off by 0.0005 at most, far less than 8-bit floats are. kind:
+    torch.float8_e4m3fn, or torch.float8_e4m3fnuz on gfx942.
     """
     return launch_or(
         "round_rows",
@@ -93,7 +99,7 @@ def round_rows_reference(
     if norm is not None:
         y = F.layer_norm(y, y.shape[-1:], norm[0], norm[1], norm[2])
     if gelu:
-        y = F.gelu(y)
+        y = F.gelu(y, approximate="tanh")
     scale = (y.abs().amax(dim=-1, keepdim=True) / torch.finfo(kind).max).clamp_min(1e-12)
     return (y / scale).to(kind), scale
 
@@ -105,13 +111,15 @@ def _launch(
     y = torch.empty(rows, width, dtype=kind, device=x.device)
     scale = torch.empty(rows, 1, dtype=torch.float32, device=x.device)
     block = 1 << (width - 1).bit_length()
-    _round_rows[(rows,)](
+    each, warps = _shape(norm is not None)
+    _round_rows[(-(-rows // each),)](
         x,
         delta if delta is not None else x,
         norm[0] if norm else scale,
         norm[1] if norm else scale,
         y,
         scale,
+        rows,
         norm[2] if norm else 0.0,
         torch.finfo(kind).max,
         WIDTH=width,
@@ -119,9 +127,15 @@ def _launch(
         ADD=delta is not None,
         NORM=norm is not None,
         GELU=gelu,
-        num_warps=4 if block <= 2048 else 8,
+        ROWS=each,
+        num_warps=warps,
     )
     return y, scale
+
+
+def _shape(norm: bool) -> tuple[int, int]:
+    """Rows of one program, and its warps; measured on an H200."""
+    return (4, 8) if norm else (1, 4)
 
 
 def compile_cases(target: Target) -> Iterable[CompileCase]:
@@ -143,6 +157,7 @@ def compile_cases(target: Target) -> Iterable[CompileCase]:
                 "bias_ptr": "*fp32",
                 "y_ptr": "*fp8e4b8" if fp8 == "fp8fnuz" else "*fp8e4nv",
                 "scale_ptr": "*fp32",
+                "rows": "i32",
                 "eps": "fp32",
                 "largest": "fp32",
             },
