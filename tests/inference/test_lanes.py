@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,8 @@ from torch import Tensor
 from openai_decoding import ReferenceDecoder
 from stapes.decoding.rules import Vocabulary
 from stapes.inference.engine import DecodeRequest, DecodeResult
-from stapes.inference.gpu_whisper import GpuWhisperEngine
+from stapes.inference.gpu_whisper import Encoding, GpuWhisperEngine
+from stapes.inference.lanes import Slot
 from stapes.inference.torch_whisper import TorchWhisperEngine
 from stapes.models.whisper import Whisper, WhisperConfig
 
@@ -54,10 +56,17 @@ def make_model(seed: int) -> Whisper:
     return model.eval()
 
 
+class _GpuEngine(GpuWhisperEngine):
+    """Takes bare states, as the other one does."""
+
+    def admit(self, requests: Sequence[DecodeRequest], encoded: Sequence[Any]) -> list[Slot]:
+        return super().admit(requests, [Encoding(states, None) for states in encoded])
+
+
 Maker = Callable[[int, int], TorchWhisperEngine]
 
 
-@pytest.fixture(params=[TorchWhisperEngine, GpuWhisperEngine], ids=["cpu", "gpu"])
+@pytest.fixture(params=[TorchWhisperEngine, _GpuEngine], ids=["cpu", "gpu"])
 def make_engine(request: pytest.FixtureRequest) -> Maker:
     """Both engines; the one for GPUs without its kernels and graphs, which need one."""
 

@@ -10,10 +10,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from stapes.audio.features import WINDOW_SAMPLES, log_mel_spectrogram
 from stapes.benchmarks.random_weights import text_only
@@ -64,7 +64,7 @@ def transcribe_windows(
     written: list[Written | None] = [None] * len(windows)
     places: dict[Slot, int] = {}
     position = 0
-    waiting: Sequence[Tensor] = ()
+    waiting: Sequence[Any] = ()
     ended: list[tuple[int, list[int]]] = []
 
     def encode() -> None:

@@ -8,6 +8,7 @@ short recording is not kept.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,14 @@ _FEW = 8
 
 _STAGES = 3
 """Batches of samples that may be on their way to the device at once."""
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """The encoder's states (1500, width) of a window; ``ready`` once the device has come so far."""
+
+    states: Tensor
+    ready: torch.cuda.Event | None
 
 
 class GpuWhisperEngine(TorchWhisperEngine):
@@ -65,13 +74,31 @@ class GpuWhisperEngine(TorchWhisperEngine):
         if self.device.type == "cuda" and graphs_agree(self.device)[0]:
             self._graph_pool = torch.cuda.graph_pool_handle()
         self._staged: list[tuple[Tensor, torch.cuda.Event]] = []
+        # Encoding is bound by arithmetic and steps by the memory: beside each other they fill the device.
+        self._encoder_stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
 
     @torch.inference_mode()
-    def encode(self, windows: Sequence[np.ndarray], *, again: bool = False) -> list[Tensor]:
-        """Samples of up to 30 s each → the encoder's states (1500, width) of each."""
+    def encode(self, windows: Sequence[np.ndarray], *, again: bool = False) -> list[Encoding]:
+        """Samples of up to 30 s each → the encoder's states of each."""
         lengths = [len(window) for window in windows] if again else None
-        features = log_mel_spectrogram(self._to_device(windows), self.model.config.mel_bins, lengths)
-        return list(self.encoder(features.to(self.dtype)))
+        with torch.cuda.stream(self._encoder_stream):  # does nothing for None
+            features = log_mel_spectrogram(self._to_device(windows), self.model.config.mel_bins, lengths)
+            states = self.encoder(features.to(self.dtype))
+            ready = None
+            if self._encoder_stream is not None:
+                ready = torch.cuda.Event()
+                ready.record()
+        return [Encoding(row, ready) for row in states]
+
+    def _states(self, encoded: Sequence[Encoding]) -> Tensor:
+        """(windows, 1500, width), for the stream of the decoder."""
+        if self._encoder_stream is not None:
+            stream = torch.cuda.current_stream(self.device)
+            for each in encoded:
+                assert each.ready is not None
+                stream.wait_event(each.ready)
+                each.states.record_stream(stream)
+        return torch.stack([each.states for each in encoded])
 
     def _to_device(self, windows: Sequence[np.ndarray]) -> Tensor:
         """Samples, silence behind them, through memory that the device can fetch from by itself."""
@@ -94,7 +121,7 @@ class GpuWhisperEngine(TorchWhisperEngine):
         return batch
 
     @torch.inference_mode()
-    def detect_language(self, encoded: Sequence[Tensor]) -> list[dict[str, float]]:
+    def detect_language(self, encoded: Sequence[Encoding]) -> list[dict[str, float]]:
         """Probability of each language, from what the model would write after <|startoftranscript|>."""
         out: list[dict[str, float]] = []
         codes, ids = list(self.languages), list(self.languages.values())
@@ -103,7 +130,7 @@ class GpuWhisperEngine(TorchWhisperEngine):
             part = encoded[len(out) : len(out) + max(1, len(self._rows()) - 1)]
             rows = [self.free_rows.pop() for _ in part] if len(part) > 1 else [self._spare]
             place = upload(np.array(rows, dtype=np.int32), self.device)
-            self.decoder.remember(torch.stack(list(part)), self.memory, place)
+            self.decoder.remember(self._states(part), self.memory, place)
             tokens = torch.full((len(part), 1), self.sot, dtype=torch.int64, device=self.device)
             states, _ = self.decoder.read(tokens, self.memory, place)
             logits = self.decoder.logits(states[:, 0])
@@ -137,7 +164,7 @@ class GpuWhisperEngine(TorchWhisperEngine):
         return lane
 
     @torch.inference_mode()
-    def admit(self, requests: Sequence[DecodeRequest], encoded: Sequence[Tensor]) -> list[Slot]:
+    def admit(self, requests: Sequence[DecodeRequest], encoded: Sequence[Encoding]) -> list[Slot]:
         """Read the prompts of windows, put them into slots of one lane and write their first tokens."""
         lane = self._lane(requests[0])
         free = self._rows()
@@ -145,7 +172,7 @@ class GpuWhisperEngine(TorchWhisperEngine):
         occupied = len(lane.slots)
         try:
             place = upload(np.array(rows, dtype=np.int32), self.device)
-            self.decoder.remember(torch.stack(list(encoded)), self.memory, place)
+            self.decoder.remember(self._states(encoded), self.memory, place)
             slots = lane.enter(requests, rows, self.exact_tokens)
             count = max(len(request.prompt) for request in requests)
             tokens = np.full((len(requests), count), self.vocabulary.end, dtype=np.int64)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -76,7 +77,7 @@ class TorchWhisperEngine:
         return self._encoder_batch
 
     @torch.inference_mode()
-    def encode(self, windows: Sequence[np.ndarray], *, again: bool = False) -> list[Tensor]:
+    def encode(self, windows: Sequence[np.ndarray], *, again: bool = False) -> list[Any]:
         """Samples of up to 30 s each → the encoder's states (1500, width) of each."""
         if self.device.type == "cpu":
             trim_heap()  # else the heap of a long recording grows by 150 MB of holes; it costs a few ms a window
@@ -88,7 +89,7 @@ class TorchWhisperEngine:
         return [row.clone() for row in states] if len(states) > 1 else [states[0]]
 
     @torch.inference_mode()
-    def detect_language(self, encoded: Sequence[Tensor]) -> list[dict[str, float]]:
+    def detect_language(self, encoded: Sequence[Any]) -> list[dict[str, float]]:
         """Probability of each language, from what the model would write after <|startoftranscript|>."""
         memory = self.model.decoder.memory(torch.stack(list(encoded)))
         states, _, _ = self._read([[self.sot]] * len(encoded), memory)
@@ -108,7 +109,7 @@ class TorchWhisperEngine:
         return self.lanes[kind]
 
     @torch.inference_mode()
-    def admit(self, requests: Sequence[DecodeRequest], encoded: Sequence[Tensor]) -> list[Slot]:
+    def admit(self, requests: Sequence[DecodeRequest], encoded: Sequence[Any]) -> list[Slot]:
         """Read the prompts of windows, put them into slots of one lane and write their first tokens."""
         decoder = self.model.decoder
         memory = decoder.memory(torch.stack(list(encoded)))
