@@ -6,7 +6,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -23,15 +23,18 @@ from stapes.checkpoints.load import load_whisper, open_checkpoint
 from stapes.checkpoints.tokenizer import open_tokenizer
 from stapes.decoding.rules import Vocabulary
 from stapes.devices import tuned
-from stapes.devices.backend import Device, choose_dtype, resolve
+from stapes.devices.backend import Device, choose_dtype, fp8_dtype, resolve
 from stapes.errors import ModelError, UsageError
 from stapes.inference.gpu_whisper import GpuWhisperEngine
 from stapes.inference.ingest import Ingest, Job, name_of
 from stapes.inference.packed import is_worth_packing, pack_module
+from stapes.inference.planner import Plan, plan, workspace_bytes
+from stapes.inference.quantized import quantizer
 from stapes.inference.recording import Model
 from stapes.inference.requests import Priority
 from stapes.inference.scheduler import Scheduler
 from stapes.inference.torch_whisper import TorchWhisperEngine
+from stapes.models.whisper import WhisperConfig
 from stapes.options import Backend, Precision, TranscribeOptions
 from stapes.progress import Progress, Silent
 from stapes.text.tokenizers import WhisperTokenizer, language_code
@@ -70,12 +73,39 @@ def load(
     where = resolve(device)
     dtype = choose_dtype(precision, where)
     tuned.activate(where)
-    if max_vram is not None:
-        _limit_memory(max_vram, where)
+    budget = None if max_vram is None else _memory_size(max_vram)
+    if budget is not None and where.memory is not None:
+        torch.cuda.set_per_process_memory_fraction(min(1.0, budget / where.memory), where.torch)
     name, location = _find(model, where, task, language, model_dir, offline, progress)
     checkpoint = open_checkpoint(location.path, name, location.parts)
     tokenizer = open_tokenizer(checkpoint, model_dir)
-    return assemble(name, checkpoint, tokenizer, where, dtype, batch_size or _default_slots(where))
+    slots, encoder_batch = batch_size or _default_slots(where), 1
+    int8_cache = precision in ("fp8", "int8", "int4")
+    if where.memory is not None:
+        found = _plan(checkpoint.config, where, precision, dtype, budget, slots)
+        if budget is not None or found.slots < slots:
+            progress.note(f"{name}: {found.reason}")
+        slots, encoder_batch, dtype = found.slots, found.encoder_batch, found.dtype
+        int8_cache |= found.has_int8_cache
+        if precision == "auto":
+            precision = found.precision
+    return assemble(name, checkpoint, tokenizer, where, dtype, slots, precision, int8_cache, encoder_batch)
+
+
+def _plan(
+    config: WhisperConfig, device: Device, precision: Precision, dtype: torch.dtype, budget: int | None, slots: int
+) -> Plan:
+    """How to fit the model into the memory that is free, or that may be used."""
+    free, _ = torch.cuda.mem_get_info(device.torch)
+    return plan(
+        config,
+        min(free, budget or round(0.95 * free)),
+        # 8-bit floats are computed with, not kept: the weights are counted as what they are loaded as.
+        "bf16" if precision == "fp8" else precision,
+        dtypes=(dtype,) if precision != "auto" else (torch.float16,),
+        slots=slots,
+        workspace=workspace_bytes(device.backend, device.architecture),
+    )
 
 
 def assemble(
@@ -85,9 +115,16 @@ def assemble(
     device: Device,
     dtype: torch.dtype,
     slots: int,
+    precision: Precision = "auto",
+    int8_cache: bool = False,
+    encoder_batch: int | None = None,
 ) -> Recognizer:
-    """Load a checkpoint's weights and put the parts together. slots: windows decoded together."""
-    adapt = pack_module if is_worth_packing(device.torch, dtype) else None
+    """Load a checkpoint's weights and put the parts together.
+
+    dtype: of activations and plain weights. slots: windows decoded together. int8_cache: keep keys and values of the
+    encoder's states in 8 bits. encoder_batch: windows encoded together.
+    """
+    adapt = pack_module if is_worth_packing(device.torch, dtype) else quantizer(precision)
     network = load_whisper(checkpoint, dtype, device.torch, adapt)
     config = checkpoint.config
     heads = checkpoint.alignment_heads or tuple(
@@ -96,7 +133,10 @@ def assemble(
         for head in range(config.decoder_heads)
     )
     begin = checkpoint.begin_suppress_tokens
-    engine_class = TorchWhisperEngine if device.backend == "cpu" else GpuWhisperEngine
+    engine_class: Callable[..., TorchWhisperEngine] = TorchWhisperEngine
+    if device.backend != "cpu":
+        fp8 = fp8_dtype(device) if precision == "fp8" else None
+        engine_class = partial(GpuWhisperEngine, quantize_memory=int8_cache, fp8=fp8)
     engine = engine_class(
         network,
         Vocabulary(
@@ -111,7 +151,7 @@ def assemble(
         begin if begin is not None else (*tokenizer.encode(" "), tokenizer.eot),
         heads,
         slots,
-        encoder_batch=1 if device.backend == "cpu" else min(8, slots),
+        encoder_batch=1 if device.backend == "cpu" else encoder_batch or min(8, slots),
     )
     return Recognizer(name, checkpoint, tokenizer, engine, device)
 
@@ -149,20 +189,18 @@ def _find(
     return label, found
 
 
-def _limit_memory(size: str, device: Device) -> None:
-    """Let PyTorch use at most ``size`` ("6GB", "512MiB", bytes) of a GPU; the CPU has nothing to limit."""
+def _memory_size(size: str) -> int:
+    """Bytes of "6GB", "512MiB" or plain bytes."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", size.strip().lower())
     if found is None or not float(found[1]):
         raise UsageError(f"--max-vram is {size!r}: give an amount of memory such as 6GB")
-    amount = float(found[1]) * (1024 if found[3] else 1000) ** " kmgt".index(found[2] or " ")
-    if device.memory is not None:
-        torch.cuda.set_per_process_memory_fraction(min(1.0, amount / device.memory), device.torch)
+    return int(float(found[1]) * (1024 if found[3] else 1000) ** " kmgt".index(found[2] or " "))
 
 
 def _default_slots(device: Device) -> int:
     if device.memory is None:
         return 3  # eight are about 10 % faster on two cores, but take base well above 1 GB of memory
-    return 16 if device.memory < 12 << 30 else 48
+    return 16 if device.memory < 12 << 30 else 48 if device.memory < 60 << 30 else 128
 
 
 class Recognizer:

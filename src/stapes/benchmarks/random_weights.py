@@ -68,13 +68,14 @@ def load_random(
         name=name,
         path=Path(f"random-{name}"),
         config=config,
-        read=lambda: random_weights(config, seed, torch.float32 if where.backend == "cpu" else dtype),
+        read=lambda: random_weights(config, seed, dtype, where.torch),
         tokenizer=None,
         alignment_heads=published_heads(config, Path(f"random-{name}")),
         # Text only: the end would cut a window short, and a time would make the rest of it be heard again.
         suppress_tokens=text_only(tokenizer, config.vocab_size),
     )
-    recognizer = assemble(name, checkpoint, tokenizer, where, dtype, batch_size)
+    int8_cache = precision in ("fp8", "int8", "int4")
+    recognizer = assemble(name, checkpoint, tokenizer, where, dtype, batch_size, precision, int8_cache)
     recognizer.engine.exact_tokens = tokens
     return recognizer
 
@@ -84,18 +85,21 @@ def text_only(tokenizer: WhisperTokenizer, vocab_size: int) -> tuple[int, ...]:
     return tuple(sorted({*tokenizer.non_speech_tokens(), *range(tokenizer.eot, vocab_size)}))
 
 
-def random_weights(config: WhisperConfig, seed: int, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Weights by our names, the embedding first: normal matrices, norms that change nothing."""
-    generator = torch.Generator().manual_seed(seed)
+def random_weights(
+    config: WhisperConfig, seed: int, dtype: torch.dtype, device: torch.device | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """Weights by our names, the embedding first: normal matrices, norms that change nothing. Made on the device."""
+    device = device or torch.device("cpu")
+    generator = torch.Generator(device).manual_seed(seed)
     with torch.device("meta"):
         shapes = {name: parameter.shape for name, parameter in Whisper(config).named_parameters()}
     for name in sorted(shapes, key=lambda each: each != EMBEDDING):  # the embedding first, then as they stand
         if name == "encoder.positions":
             yield name, sinusoids(config.audio_context, config.width)
         elif "norm" in name:
-            yield name, torch.full(shapes[name], float(name.endswith("weight")), dtype=dtype)
+            yield name, torch.full(shapes[name], float(name.endswith("weight")), dtype=dtype, device=device)
         else:
-            yield name, torch.empty(shapes[name], dtype=dtype).normal_(0.0, _SCALE, generator=generator)
+            yield name, torch.empty(shapes[name], dtype=dtype, device=device).normal_(0.0, _SCALE, generator=generator)
 
 
 def random_tokenizer(config: WhisperConfig) -> WhisperTokenizer:

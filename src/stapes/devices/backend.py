@@ -89,13 +89,30 @@ def architecture_of(properties: Any, backend: Backend) -> str:
 
 
 def choose_dtype(precision: Precision, device: Device) -> torch.dtype:
-    """The dtype to run in. ``auto`` is fp32 on the CPU and fp16 on a GPU, the dtype Whisper was published in."""
+    """The dtype of activations, and of weights that are not quantised.
+
+    ``auto`` is fp32 on the CPU and fp16 on a GPU, the dtype Whisper was published in. Raises UsageError for what the
+    device cannot do.
+    """
     if precision == "auto":
         return torch.float32 if device.backend == "cpu" else torch.float16
-    dtypes = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-    if precision not in dtypes:
-        raise UsageError(f"--precision {precision} is not available for this model yet: use fp32, fp16 or bf16")
-    return dtypes[precision]
+    plain = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+    if precision in plain:
+        return plain[precision]
+    if device.backend == "cpu":
+        raise UsageError(f"--precision {precision} needs a GPU: on the CPU use fp32")
+    if precision == "fp8":
+        fp8_dtype(device)
+        return torch.bfloat16
+    return torch.float16
+
+
+def fp8_dtype(device: Device) -> torch.dtype:
+    """The 8-bit floats that a GPU multiplies. Raises UsageError where it does not."""
+    use, reason = usable_dtypes(device)["fp8"]
+    if use != "native" or device.chip is None:
+        raise UsageError(f"--precision fp8: {reason}; use --precision fp16")
+    return torch.float8_e4m3fnuz if device.chip.fp8 == "fnuz" else torch.float8_e4m3fn
 
 
 Use = Literal["native", "slow", "no"]

@@ -14,11 +14,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
+from stapes.inference.quantized import NormedQuantized
 from stapes.kernels.decode_attention import cross_attention, self_attention, store_memory
 from stapes.kernels.decoder_linear import Norm, add_norm, linear, linear_parts
 from stapes.kernels.write_token import embed
@@ -71,27 +73,70 @@ class Batch:
     group: int
 
 
-@dataclass(frozen=True)
+class _Product(Protocol):
+    """A linear layer of the decoder, or several of one input, their outputs behind each other."""
+
+    def __call__(self, x: Tensor, *, gelu: bool = False) -> Tensor:
+        """(rows, inputs) → (rows, outputs)."""
+        ...
+
+    def parts(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """What is to be added up and to the residual stream: (splits, rows, outputs), and a bias that it lacks."""
+        ...
+
+
 class _Linear:
-    """weight (outputs, inputs); bias (outputs,), float32."""
+    """On plain weights."""
 
-    weight: Tensor
-    bias: Tensor | None = None
+    def __init__(self, *layers: nn.Linear) -> None:
+        self.weight = (
+            torch.cat([layer.weight for layer in layers]).detach() if layers[1:] else layers[0].weight.detach()
+        )
+        biases = [torch.zeros_like(layer.weight[:, 0]) if layer.bias is None else layer.bias for layer in layers]
+        self.bias = torch.cat(biases).detach().float()
+
+    def __call__(self, x: Tensor, *, gelu: bool = False) -> Tensor:
+        if len(x) <= _FEW_ROWS:
+            return linear(x, self.weight, self.bias, gelu=gelu)
+        out = F.linear(x, self.weight, self.bias.to(x.dtype))
+        return F.gelu(out) if gelu else out
+
+    def parts(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        if len(x) <= _FEW_ROWS:
+            return linear_parts(x, self.weight), self.bias
+        return F.linear(x, self.weight).float()[None], self.bias
 
 
-@dataclass(frozen=True)
+class _Quantized:
+    """On quantised weights."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        self.product = NormedQuantized(layers)
+
+    def __call__(self, x: Tensor, *, gelu: bool = False) -> Tensor:
+        return self.product(x, gelu=gelu)
+
+    def parts(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        return self.product(x, dtype=torch.float32)[None], None
+
+
+def _product(*layers: nn.Module) -> _Product:
+    plain = [layer for layer in layers if isinstance(layer, nn.Linear)]
+    return _Linear(*plain) if len(plain) == len(layers) else _Quantized(*layers)
+
+
 class _Layer:
-    attention_norm: Norm
-    qkv: _Linear
-    out: _Linear
-    cross_norm: Norm
-    cross_query: _Linear
-    cross_out: _Linear
-    mlp_norm: Norm
-    up: _Linear
-    down: _Linear
-    memory_weight: Tensor
-    memory_bias: Tensor
+    def __init__(self, layer: DecoderLayer) -> None:
+        own, cross, mlp = layer.attention, layer.cross_attention, layer.mlp
+        self.attention_norm = _norm(layer.attention_norm)
+        self.qkv = _product(own.query, own.key, own.value)
+        self.out = _product(own.out)
+        self.cross_norm = _norm(layer.cross_attention_norm)
+        self.cross_query = _product(cross.query)
+        self.cross_out = _product(cross.out)
+        self.mlp_norm = _norm(layer.mlp_norm)
+        self.up, self.down = _product(mlp.up), _product(mlp.down)
+        self.memory = _product(cross.key, cross.value)
 
 
 class GpuDecoder:
@@ -101,32 +146,16 @@ class GpuDecoder:
         self.config = config
         self.places = decoder.positions.detach()
         self.dtype, self.device = self.places.dtype, self.places.device
-        self.embedding = decoder.embedding.weight.detach().to(self.dtype)
+        self.embedding = decoder.embedding
+        if isinstance(self.embedding, nn.Embedding):
+            self.embedding.to(self.dtype)
+        self.projection = decoder.projection
         self.norm = _norm(decoder.norm)
         self.layers: list[_Layer] = []
         for index, layer in enumerate(decoder.layers):
             assert isinstance(layer, DecoderLayer)
-            own, cross, mlp = layer.attention, layer.cross_attention, layer.mlp
-            no_bias = torch.zeros_like(own.query.bias)
-            self.layers.append(
-                _Layer(
-                    attention_norm=_norm(layer.attention_norm),
-                    qkv=_Linear(
-                        torch.cat([own.query.weight, own.key.weight, own.value.weight]).detach(),
-                        torch.cat([own.query.bias, no_bias, own.value.bias]).detach().float(),
-                    ),
-                    out=_linear(own.out),
-                    cross_norm=_norm(layer.cross_attention_norm),
-                    cross_query=_linear(cross.query),
-                    cross_out=_linear(cross.out),
-                    mlp_norm=_norm(layer.mlp_norm),
-                    up=_linear(mlp.up),
-                    down=_linear(mlp.down),
-                    memory_weight=torch.cat([cross.key.weight, cross.value.weight]).detach(),
-                    memory_bias=torch.cat([no_bias, cross.value.bias]).detach(),
-                )
-            )
-            decoder.layers[index] = torch.nn.Identity()
+            self.layers.append(_Layer(layer))
+            decoder.layers[index] = nn.Identity()
         self._programs = _programs(self.device)
 
     def new_memory(self, rows: int, quantized: bool) -> list[Memory]:
@@ -155,21 +184,21 @@ class GpuDecoder:
     def remember(self, states: Tensor, memory: Sequence[Memory], rows: Tensor) -> None:
         """Project the encoder's states (windows, 1500, width) into the memory's ``rows`` (windows,), int32."""
         for layer, place in zip(self.layers, memory, strict=True):
-            projected = F.linear(states, layer.memory_weight, layer.memory_bias)
+            projected = layer.memory(states.flatten(0, 1)).unflatten(0, states.shape[:2])
             store_memory(projected, place.keys, place.values, place.scales, rows)
 
     def step(self, batch: Batch, cache: Sequence[KeyValue], memory: Sequence[Memory]) -> Tensor:
         """Read one token in each row → logits (rows, vocabulary), float32."""
         positions, rows, windows = batch.positions, batch.rows, batch.windows
-        stream = embed(batch.tokens, positions, self.embedding, self.places)
+        stream = self._embed(batch.tokens, positions)
         parts, bias = None, None
         splits = self._splits(len(windows.first))
         for layer, (keys, values), place in zip(self.layers, cache, memory, strict=True):
-            qkv = self._linear(self._add(stream, parts, bias, layer.attention_norm), layer.qkv)
+            qkv = layer.qkv(self._add(stream, parts, bias, layer.attention_norm))
             attended = self_attention(qkv, keys, values, rows.cells, rows.source, positions, rows.live)
-            normed = self._add(stream, self._parts(attended, layer.out), layer.out.bias, layer.cross_norm)
+            normed = self._add(stream, *layer.out.parts(attended), layer.cross_norm)
             attended = cross_attention(
-                self._linear(normed, layer.cross_query),
+                layer.cross_query(normed),
                 place.keys,
                 place.values,
                 place.scales,
@@ -180,8 +209,8 @@ class GpuDecoder:
                 batch.group,
                 splits,
             )
-            normed = self._add(stream, self._parts(attended, layer.cross_out), layer.cross_out.bias, layer.mlp_norm)
-            parts, bias = self._parts(self._linear(normed, layer.up, gelu=True), layer.down), layer.down.bias
+            normed = self._add(stream, *layer.cross_out.parts(attended), layer.mlp_norm)
+            parts, bias = layer.down.parts(layer.up(normed, gelu=True))
         return self.logits(self._add(stream, parts, bias, self.norm))
 
     def read(
@@ -203,7 +232,7 @@ class GpuDecoder:
         batch, count = tokens.shape
         positions = torch.arange(count, device=self.device)
         heads_in_all = self.config.decoder_heads
-        stream = embed(tokens.reshape(-1), positions.repeat(batch), self.embedding, self.places)
+        stream = self._embed(tokens.reshape(-1), positions.repeat(batch))
         parts, bias = None, None
         first = torch.arange(0, batch * count, count, dtype=torch.int32, device=self.device)
         counts = torch.full((batch,), count, dtype=torch.int32, device=self.device)
@@ -211,40 +240,36 @@ class GpuDecoder:
         splits = self._splits(batch)
         scores: list[Tensor] = []
         for index, (layer, place) in enumerate(zip(self.layers, memory, strict=True)):
-            qkv = self._linear(self._add(stream, parts, bias, layer.attention_norm), layer.qkv)
+            qkv = layer.qkv(self._add(stream, parts, bias, layer.attention_norm))
             query, key, value = qkv.view(batch, count, 3, heads_in_all, -1).permute(2, 0, 3, 1, 4)
             if cache is not None and cells is not None:
                 cache[index][0][cells, :, :count] = key
                 cache[index][1][cells, :, :count] = value
             attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
             attended = attended.transpose(1, 2).reshape(batch * count, -1)
-            normed = self._add(stream, self._parts(attended, layer.out), layer.out.bias, layer.cross_norm)
-            query = self._linear(normed, layer.cross_query)
+            normed = self._add(stream, *layer.out.parts(attended), layer.cross_norm)
+            query = layer.cross_query(normed)
             if heads and (wanted := heads.get(index)):
                 scores.append(self._scores(query.view(batch, count, heads_in_all, -1), place, rows, list(wanted)))
             attended = cross_attention(
                 query, place.keys, place.values, place.scales, first, counts, rows, live, count, splits
             )
-            normed = self._add(stream, self._parts(attended, layer.cross_out), layer.cross_out.bias, layer.mlp_norm)
-            parts, bias = self._parts(self._linear(normed, layer.up, gelu=True), layer.down), layer.down.bias
+            normed = self._add(stream, *layer.cross_out.parts(attended), layer.mlp_norm)
+            parts, bias = layer.down.parts(layer.up(normed, gelu=True))
         states = self._add(stream, parts, bias, self.norm)
         return states.view(batch, count, -1), torch.cat(scores, dim=1) if scores else None
 
     def logits(self, states: Tensor) -> Tensor:
         """(rows, width) as ``read`` gives them → (rows, vocabulary), float32."""
-        return linear(states, self.embedding, None, dtype=torch.float32)
+        if self.projection is not None:
+            return self.projection(states, dtype=torch.float32)
+        assert isinstance(self.embedding, nn.Embedding)
+        return linear(states, self.embedding.weight, None, dtype=torch.float32)
 
-    def _linear(self, x: Tensor, layer: _Linear, *, gelu: bool = False) -> Tensor:
-        if len(x) <= _FEW_ROWS:
-            return linear(x, layer.weight, layer.bias, gelu=gelu)
-        out = F.linear(x, layer.weight, None if layer.bias is None else layer.bias.to(x.dtype))
-        return F.gelu(out) if gelu else out
-
-    def _parts(self, x: Tensor, layer: _Linear) -> Tensor:
-        """The product without its bias, as parts to be added to the residual stream."""
-        if len(x) <= _FEW_ROWS:
-            return linear_parts(x, layer.weight)
-        return F.linear(x, layer.weight).float()[None]
+    def _embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        if isinstance(self.embedding, nn.Embedding):
+            return embed(tokens, positions, self.embedding.weight, self.places)
+        return self.embedding(tokens.clamp_min(0)) + self.places[positions].float()
 
     def _add(self, stream: Tensor, parts: Tensor | None, bias: Tensor | None, norm: Norm) -> Tensor:
         return add_norm(stream, parts, bias, norm, self.dtype)
@@ -263,11 +288,7 @@ class GpuDecoder:
         return next((splits for splits in _SPLITS if splits >= wanted), _SPLITS[-1])
 
 
-def _linear(layer: torch.nn.Linear) -> _Linear:
-    return _Linear(layer.weight.detach(), layer.bias.detach().float())
-
-
-def _norm(norm: torch.nn.LayerNorm) -> Norm:
+def _norm(norm: nn.LayerNorm) -> Norm:
     return Norm(norm.weight.detach().float(), norm.bias.detach().float(), norm.eps)
 
 

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from stapes.inference.quantized import QuantizedEncoderLayer
 from stapes.kernels.fp8_rows import round_rows
 from stapes.kernels.layer_norm import layer_norm
 from stapes.models.whisper import Attention, AudioEncoder, EncoderLayer
@@ -120,7 +121,8 @@ class Fp8Layer:
 class GpuEncoder(nn.Module):
     """Takes over the weights of an `AudioEncoder`, which is empty afterwards.
 
-    fp8: the 8-bit floats that the layers' products are computed in; None for those of the weights.
+    fp8: the 8-bit floats that the layers' products are computed in; None for those of the weights. Weights that are
+    quantised already stay so.
     """
 
     def __init__(self, encoder: AudioEncoder, fp8: torch.dtype | None = None) -> None:
@@ -134,10 +136,13 @@ class GpuEncoder(nn.Module):
         # (width, channels, 3) → (width, 3 × channels): one row of weights sees three frames side by side.
         self.conv1 = _flat(encoder.conv1.weight), encoder.conv1.bias
         self.conv2 = _flat(encoder.conv2.weight), encoder.conv2.bias
-        self.blocks: list[_Layer | Fp8Layer] = []
+        self.blocks: list[_Layer | Fp8Layer | QuantizedEncoderLayer] = []
         lack = torch.zeros(self.width, device=encoder.positions.device)
         layers = [layer for layer in encoder.layers if isinstance(layer, EncoderLayer)]
-        if fp8 is None:
+        if not isinstance(first.attention.query, nn.Linear):
+            self.blocks += [QuantizedEncoderLayer(layer) for layer in layers]
+            encoder.layers = nn.ModuleList()
+        elif fp8 is None:
             for index, layer in enumerate(layers):
                 block = _Layer.of(layer, lack)
                 lack = block.lack

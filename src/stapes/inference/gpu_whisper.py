@@ -7,6 +7,7 @@ short recording is not kept.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +26,8 @@ from stapes.inference.gpu_lane import GpuLane, upload
 from stapes.inference.lanes import Slot
 from stapes.inference.torch_whisper import TorchWhisperEngine
 from stapes.models.whisper import Whisper
+
+log = logging.getLogger(__name__)
 
 _FEW = 8
 """Windows up to which the device is waited for at every look: latency counts then, not throughput."""
@@ -126,26 +129,45 @@ class GpuWhisperEngine(TorchWhisperEngine):
         out: list[dict[str, float]] = []
         codes, ids = list(self.languages), list(self.languages.values())
         while len(out) < len(encoded):
-            # Slots may all be taken: then there is at least the one row that is kept for this.
-            part = encoded[len(out) : len(out) + max(1, len(self._rows()) - 1)]
-            rows = [self.free_rows.pop() for _ in part] if len(part) > 1 else [self._spare]
-            place = upload(np.array(rows, dtype=np.int32), self.device)
-            self.decoder.remember(self._states(part), self.memory, place)
-            tokens = torch.full((len(part), 1), self.sot, dtype=torch.int64, device=self.device)
-            states, _ = self.decoder.read(tokens, self.memory, place)
-            logits = self.decoder.logits(states[:, 0])
-            out += [dict(zip(codes, row, strict=True)) for row in logits[:, ids].softmax(dim=-1).tolist()]
-            if len(part) > 1:
-                self.free_rows += rows
+            part = encoded[len(out) : len(out) + max(1, len(self._rows()))]
+            rows, memory = [self.free_rows.pop() for _ in part[: len(self.free_rows)]], self.memory
+            kept = list(rows)
+            if not rows:  # all slots are taken
+                rows, memory = ([self.slots], self.memory) if self.slots > 1 else ([0], self._new_memory(1))
+            try:
+                place = upload(np.array(rows, dtype=np.int32), self.device)
+                self.decoder.remember(self._states(part), memory, place)
+                tokens = torch.full((len(part), 1), self.sot, dtype=torch.int64, device=self.device)
+                states, _ = self.decoder.read(tokens, memory, place)
+                logits = self.decoder.logits(states[:, 0])
+                out += [dict(zip(codes, row, strict=True)) for row in logits[:, ids].softmax(dim=-1).tolist()]
+            finally:
+                self.free_rows += kept
         return out
 
     def _rows(self) -> list[int]:
-        """Free rows of the memory, which is made when it is first asked for. One more is the spare one."""
-        if len(self.memory) == 0:
-            self.memory = self.decoder.new_memory(self.slots + 1, self.quantize_memory)
-            self.free_rows = list(range(self.slots))
-            self._spare = self.slots
+        """Free rows of the memory, which is made when it is first asked for.
+
+        Where there are several slots there is one row more, to detect a language in while they are all taken. Where
+        the device has no room for them all, there are fewer slots from then on.
+        """
+        while not self.memory:
+            try:
+                self.memory = self._new_memory(self.slots + (self.slots > 1))
+            except torch.OutOfMemoryError:
+                if self.slots == 1:
+                    raise
+                torch.cuda.empty_cache()
+                log.warning(
+                    "%d windows at once do not fit into the GPU's memory: trying %d", self.slots, self.slots // 2
+                )
+                self.slots //= 2
+            else:
+                self.free_rows = list(range(self.slots))
         return self.free_rows
+
+    def _new_memory(self, rows: int) -> list[Memory]:
+        return self.decoder.new_memory(rows, self.quantize_memory)
 
     def free_slots(self, request: DecodeRequest) -> int:
         """Windows that could join now."""
