@@ -28,10 +28,7 @@ def normalise(app: App, words: Sequence[str]) -> list[str]:
     arguments = list(apps[-1].assemble_argument_collection())
     takes_a_command = any(argument.parameter.allow_leading_hyphen for argument in arguments)
     known: dict[str, Argument] = {
-        name.replace("_", "-"): argument
-        for argument in arguments
-        for name in argument.names
-        if name.startswith("-")
+        name.replace("_", "-"): argument for argument in arguments for name in argument.names if name.startswith("-")
     }
     options: list[str] = []
     inputs: list[str] = []
