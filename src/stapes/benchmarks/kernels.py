@@ -7,6 +7,7 @@ come from memory, and so that launches wait for the GPU and not the GPU for them
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from math import isfinite
 
 import torch
 from torch import Tensor
@@ -121,7 +122,8 @@ class KernelRun(Run):
                     figures={
                         "gb_s": speed and speed / 1e9,
                         "of_copy": speed and speed / copy,
-                        "greatest_difference": difference,
+                        # A number that is none has no place in JSON; the problem tells of it.
+                        "greatest_difference": difference if difference is not None and isfinite(difference) else None,
                     },
                 ),
                 SystemRow(system="torch", version=torch.__version__, wall_seconds=Spread.of(plain)),
