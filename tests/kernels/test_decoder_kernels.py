@@ -27,6 +27,7 @@ from stapes.kernels.decoder_linear import (
     Tile,
     add_norm,
     add_norm_reference,
+    choose_tile,
     launch_tile,
     linear,
     linear_parts,
@@ -35,6 +36,7 @@ from stapes.kernels.decoder_linear import (
 from stapes.kernels.fp8_rows import round_rows, round_rows_reference
 from stapes.kernels.jit import has_triton, is_interpreted
 from stapes.kernels.layer_norm import layer_norm, layer_norm_reference
+from stapes.kernels.targets import TARGETS
 from stapes.kernels.write_token import embed, embed_reference, launch_likeliest
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() and not is_interpreted() else "cpu")
@@ -183,6 +185,25 @@ def test_linear_kernel_in_parts(inputs: int) -> None:
     assert torch.equal(again[:, 7], y[:, 7])
 
 
+@pytest.mark.parametrize("name", TARGETS)
+@pytest.mark.parametrize("width", [384, 512, 768, 1024, 1280])
+def test_the_tiles_of_every_gpu_cut_the_inputs_evenly(name: str, width: int) -> None:
+    for outputs, inputs, parts in (
+        (width, width, True),
+        (width, 4 * width, True),
+        (width, width, False),
+        (3 * width, width, False),
+        (4 * width, width, False),
+        (51_866, width, False),
+    ):
+        for rows in (1, 16, 20, 64, 200):
+            for dtype in (torch.float16, torch.float32):
+                tile = choose_tile(rows, outputs, inputs, dtype, TARGETS[name], parts)
+                assert inputs % (tile.splits * tile.inputs) == 0
+                assert parts or tile.splits == 1
+                assert all(size >= 16 and size.bit_count() == 1 for size in (tile.rows, tile.outputs, tile.inputs))
+
+
 @launches
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("splits", [0, 1, 4])
@@ -284,8 +305,6 @@ def test_likeliest_kernel() -> None:
 
 
 def test_kernels_compile_for_something_everywhere() -> None:
-    from stapes.kernels.targets import TARGETS
-
     for target in TARGETS.values():
         for module in (decode_attention, decoder_linear, write_token):
             assert any(case.skip is None for case in module.compile_cases(target))

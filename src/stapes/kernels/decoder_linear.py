@@ -256,6 +256,25 @@ _MEASURED = {
 }
 
 
+def _amd_tile(rows: int, outputs: int, length: int, splits: int, target: Target) -> Tile:
+    """The tile for AMD, where ``length`` inputs are summed by each program. Not measured: no AMD GPU was at hand.
+
+    Few programs have to keep much of the weights on its way: few outputs and as long a run of inputs as the registers
+    take. All rows of a step belong into one tile, else weights are read again.
+    """
+    cdna, wide = target.family == "cdna", outputs >= 16384
+    block_m = 16 if rows <= 16 else 32 if rows <= 32 or target.family == "rdna2" else 64
+    if wide:
+        block_n, longest = 64, 64
+    else:
+        block_n = 32 if block_m > 16 and outputs >= (4096 if cdna else 2048) else 16
+        longest = 64 if target.family == "rdna2" else 128 if cdna or block_m == 16 else 64
+        longest = 256 if cdna and block_m == 16 else longest
+    block_k = next((size for size in (256, 128, 64, 32) if size <= longest and length % size == 0), 16)
+    # Half the lanes of CDNA's in a warp: twice the warps where the tile is large.
+    return Tile(block_m, block_n, block_k, splits, 8 if wide and not cdna and block_m > 16 else 4, 2)
+
+
 def choose_tile(rows: int, outputs: int, inputs: int, dtype: torch.dtype, target: Target | None, parts: bool) -> Tile:
     """The tile that suits a product: enough programs to read the weights at full speed."""
     step = next((size for size in (256, 128, 64, 32) if inputs % size == 0), 16)
@@ -267,10 +286,7 @@ def choose_tile(rows: int, outputs: int, inputs: int, dtype: torch.dtype, target
         kind = next((k for k, least in (("wide", 16384), ("up", 4096), ("qkv", 2048)) if outputs >= least), "square")
     splits = next((each for each in (8, 4, 2) if parts and inputs % (each * min(step, 64)) == 0), 1)
     if target is not None and target.is_amd:
-        most = 64 if target.family == "cdna" else 32
-        block_n = 64 if kind == "wide" else 32 if outputs >= 2048 else 16
-        block_m = min(most, 16 if rows <= 16 else 32 if rows <= 32 else 64)
-        return Tile(block_m, block_n, min(step, 64), min(splits, 4), 4, 2)
+        return _amd_tile(rows, outputs, inputs // min(splits, 4), min(splits, 4), target)
     tile = _MEASURED[kind, 64 if rows <= 64 else 128 if rows <= 128 else 256]
     if rows <= 32:
         few = 16 if rows <= 16 else 32
@@ -285,16 +301,18 @@ def choose_tile(rows: int, outputs: int, inputs: int, dtype: torch.dtype, target
 def compile_cases(target: Target) -> Iterable[CompileCase]:
     """For the gate: the products of a block of Whisper large-v3, and its vocabulary."""
     overlaps = target.name == "sm_90"
-    for dtype, name in ((torch.float16, "fp16"), (torch.bfloat16, "bf16")):
+    products = (
+        ("up", 5120, 1280, False, True, False),
+        ("qkv", 3840, 1280, False, False, False),
+        ("out", 1280, 1280, True, False, True),
+        ("down", 1280, 5120, True, False, True),
+        ("vocabulary", 51866, 1280, False, False, True),
+    )
+    for dtype, name in ((torch.float16, "fp16"), (torch.bfloat16, "bf16"), (torch.float32, "fp32")):
         skip = "no bf16 arithmetic" if target.family == "rdna2" and name == "bf16" else None
-        for label, outputs, inputs, parts, gelu, wide in (
-            ("qkv", 3840, 1280, False, False, False),
-            ("out", 1280, 1280, True, False, True),
-            ("up", 5120, 1280, False, True, False),
-            ("down", 1280, 5120, True, False, True),
-            ("vocabulary", 51866, 1280, False, False, True),
-        ):
-            for rows in (1, 64):
+        # In fp32 one tile does it all.
+        for label, outputs, inputs, parts, gelu, wide in products[:1] if name == "fp32" else products:
+            for rows in (64,) if name == "fp32" else (1, 32, 64) if label == "up" else (1, 64):
                 tile = choose_tile(rows, outputs, inputs, dtype, target, parts)
                 yield CompileCase(
                     f"decoder_linear {label} {rows}",
@@ -322,6 +340,9 @@ def compile_cases(target: Target) -> Iterable[CompileCase]:
                     dot=name,
                     warps=tile.warps,
                     stages=tile.stages,
+                    aligned=("x_ptr", "w_ptr", "bias_ptr", "y_ptr")
+                    + (("rows",) if rows % 16 == 0 else ())
+                    + (("outputs",) if outputs % 16 == 0 else ()),
                     skip=skip,
                 )
         for splits in (0, 4):

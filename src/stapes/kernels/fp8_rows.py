@@ -146,6 +146,7 @@ def compile_cases(target: Target) -> Iterable[CompileCase]:
         ("norm", 1280, True, True, False),
         ("gelu", 5120, False, False, True),
     ):
+        each, warps = _shape(norm)
         yield CompileCase(
             f"round_rows {label}",
             fp8 or "fp8",
@@ -161,7 +162,8 @@ def compile_cases(target: Target) -> Iterable[CompileCase]:
                 "eps": "fp32",
                 "largest": "fp32",
             },
-            constants={"WIDTH": width, "BLOCK": 1 << (width - 1).bit_length(), "ADD": add, "NORM": norm, "GELU": gelu},
-            warps=4 if width <= 2048 else 8,
+            constants={"WIDTH": width, "BLOCK": 1 << (width - 1).bit_length(), "ROWS": each}
+            | {"ADD": add, "NORM": norm, "GELU": gelu},
+            warps=warps,
             skip=None if fp8 else "no 8-bit floats",
         )

@@ -316,20 +316,22 @@ def _launch_dequantize(weight: Quantized, dtype: torch.dtype) -> Tensor:
 
 
 def compile_cases(target: Target) -> list[CompileCase]:
-    """Every tile that `tile_for` can choose for the groups in use, in every dtype, and the other kernels."""
+    """The tiles that `tile_for` chooses, whole for each bucket of rows and once in parts, and the other kernels.
+
+    Whole tiles have bias, GELU and residual to hold besides: parts need fewer registers.
+    """
     cases = []
     for dtype in _NAMES.values():
         pointer = f"*{dtype}"
         skip = "no bf16 arithmetic" if dtype == "bf16" and target.family == "rdna2" else None
         for bits, group in GROUPS.items():
             weights = {"values_ptr": "*i8" if bits == 8 else "*u8", "scales_ptr": "*fp16"}
-            # What the matrix is for: a projection, in parts and whole, and the vocabulary.
-            chosen = {
-                tile_for(Shape(bits, group, outputs, 1280), dtype, rows, target, 132)
-                for rows in (1, 16, 32, 64)
-                for outputs in (1280, 51_865)
-            }
-            for tile in sorted(chosen, key=str):
+            # What the matrix is for: the vocabulary, and a projection.
+            sizes = ((1, 51_865), (16, 51_865), (32, 51_865), (64, 51_865), (32, 1280))
+            for tile, outputs in {
+                tile_for(Shape(bits, group, outputs, 1280), dtype, rows, target, 132): outputs
+                for rows, outputs in (sizes[:2] if dtype == "fp32" else sizes)
+            }.items():
                 cases.append(
                     CompileCase(
                         f"quantized_linear int{bits} {tile.rows}×{tile.outputs}×{tile.inputs}/{tile.splits}",
@@ -343,7 +345,7 @@ def compile_cases(target: Target) -> list[CompileCase]:
                         dot=dtype if tile.rows > 1 else None,
                         warps=tile.warps,
                         stages=tile.stages,
-                        aligned=(*_POINTERS, "inputs", "stride_x"),
+                        aligned=(*_POINTERS, "inputs", "stride_x") + (("outputs",) if outputs % 16 == 0 else ()),
                         skip=skip,
                     )
                 )
@@ -358,17 +360,16 @@ def compile_cases(target: Target) -> list[CompileCase]:
                     skip=skip,
                 )
             )
-        cases.append(
-            CompileCase(
-                "add splits",
-                dtype,
-                _add_splits,
-                {"bias_ptr": pointer, "out_ptr": pointer, "residual_ptr": "*fp32"}
-                | {"parts_ptr": "*fp32", "rows": "i32", "outputs": "i32"},
-                {"GELU": True, "SPLITS": 8, "BLOCK_N": 256},
-                skip=skip,
-            )
+    cases.append(
+        CompileCase(
+            "add splits",
+            "fp16",
+            _add_splits,
+            {"bias_ptr": "*fp16", "out_ptr": "*fp16", "residual_ptr": "*fp32"}
+            | {"parts_ptr": "*fp32", "rows": "i32", "outputs": "i32"},
+            {"GELU": True, "SPLITS": 8, "BLOCK_N": 256},
         )
+    )
     return cases
 
 
