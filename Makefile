@@ -46,8 +46,10 @@ $(VENV)/.demo: $(VENV)/.torch pyproject.toml
 	$(BIN)/python -m pip install --quiet --no-deps pytest-audioeval
 	touch $@
 
+# PyTorch for GPUs brings a Triton, AMD's in a package of another name, which PyPI's would overwrite.
 $(VENV)/.dev: $(VENV)/.demo
-	$(BIN)/python -m pip install --quiet --editable '.[dev]' $(filter -c constraints.txt,$(TORCH))
+	$(BIN)/python -m pip install --quiet --editable \
+		".[dev$$($(BIN)/python -c 'import triton' 2>/dev/null || echo ,kernels)]" $(filter -c constraints.txt,$(TORCH))
 	touch $@
 
 clean:
