@@ -15,7 +15,7 @@ from typing import NoReturn
 from cyclopts import App, CycloptsError, Parameter, UnknownCommandError
 
 import stapes
-from stapes.cli import bench, kernels, models
+from stapes.cli import bench, kernels, lm, models
 from stapes.cli.arguments import normalise
 from stapes.cli.compare import compare
 from stapes.cli.doctor import doctor
@@ -43,6 +43,7 @@ app.command(evaluate, usage="Usage: stapes evaluate [OPTIONS] MODEL MANIFEST")
 app.command(compare, usage="Usage: stapes compare [OPTIONS] RESULT…")
 app.command(bench.app)
 app.command(kernels.app)
+app.command(lm.app)
 app.command(monitor)
 app.command(
     profile_command(lambda words: _run(list(words))), name="profile", usage="Usage: stapes profile [OPTIONS] COMMAND…"

@@ -14,14 +14,13 @@ import json
 import math
 import os
 import re
-import secrets
 import unicodedata
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Literal, get_args
 
-from stapes.errors import OutputError, UsageError
+from stapes.errors import UsageError
+from stapes.text.files import whole_file
 from stapes.transcript import Segment, Transcript
 
 OutputFormat = Literal["txt", "srt", "vtt", "tsv", "json"]
@@ -103,23 +102,8 @@ def write(
         OutputError: it could not be written (no permission, disk full, a folder is a file).
     """
     content = render(transcript, format, options).encode("utf-8", "replace")
-    target = Path(path)
-    # A short name of its own: the target's name may already be as long as the file system allows.
-    partial = target.parent / f".stapes-{secrets.token_hex(6)}.part"
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with partial.open("xb") as file:
-                file.write(content)
-            partial.replace(target)
-        except BaseException:  # KeyboardInterrupt too: nothing half-written stays behind
-            partial.unlink(missing_ok=True)
-            raise
-    except OSError as error:
-        raise OutputError(
-            f"{target}: cannot be written ({error.strerror or error}); free the space, mend the permissions or choose "
-            "another folder"
-        ) from error
+    with whole_file(path) as file:
+        file.write(content)
 
 
 def format_timestamp(seconds: float, *, always_include_hours: bool = False, decimal_marker: str = ".") -> str:
@@ -230,7 +214,7 @@ def _units(segment: Segment) -> list[_Unit]:
         words = [_Unit(_one_line(w.word), w.start, max(w.start, w.end), True) for w in segment.words if w.word.strip()]
         if words:
             return words
-    pieces = _break_points(_one_line(segment.text).strip())
+    pieces = break_points(_one_line(segment.text).strip())
     total = sum(map(len, pieces))
     length = max(0.0, segment.end - segment.start)
     out: list[_Unit] = []
@@ -242,7 +226,7 @@ def _units(segment: Segment) -> list[_Unit]:
     return out
 
 
-def _break_points(text: str) -> list[str]:
+def break_points(text: str) -> list[str]:
     """Cut where a line may break: before spaces, and between characters of scripts that write no spaces.
 
     Marks and closing punctuation stay with what is before them, opening punctuation with what is after it
