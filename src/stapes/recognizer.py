@@ -24,6 +24,7 @@ from stapes.checkpoints.tokenizer import open_tokenizer
 from stapes.decoding.rules import Vocabulary
 from stapes.devices import tuned
 from stapes.devices.backend import Device, choose_dtype, fp8_dtype, resolve
+from stapes.devices.memory import save_gpu_memory
 from stapes.errors import ModelError, UsageError
 from stapes.inference.gpu_whisper import GpuWhisperEngine
 from stapes.inference.ingest import Ingest, Job, name_of
@@ -39,6 +40,9 @@ from stapes.options import Backend, Precision, TranscribeOptions
 from stapes.progress import Progress, Silent
 from stapes.text.tokenizers import WhisperTokenizer, language_code
 from stapes.transcript import Segment, Transcript
+
+_SMALL = 4 << 30
+"""Budget of GPU memory, in bytes, below which speed is given for it."""
 
 
 def load(
@@ -70,10 +74,12 @@ def load(
         if threads < 1:
             raise UsageError(f"--threads is {threads}: give 1 or more")
         torch.set_num_threads(threads)
+    budget = None if max_vram is None else _memory_size(max_vram)
+    if budget is not None and budget < _SMALL:
+        save_gpu_memory()
     where = resolve(device)
     dtype = choose_dtype(precision, where)
     tuned.activate(where)
-    budget = None if max_vram is None else _memory_size(max_vram)
     if budget is not None and where.memory is not None:
         torch.cuda.set_per_process_memory_fraction(min(1.0, budget / where.memory), where.torch)
     name, location = _find(model, where, task, language, model_dir, offline, progress)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -103,6 +103,8 @@ class FakeEngine:
     log: list[tuple[Any, ...]] = field(default_factory=list)
     active: list[FakeSlot] = field(default_factory=list)
     lanes: dict[Any, Any] = field(default_factory=dict)
+    steps_per_look: ClassVar[int] = 1
+    enqueues: ClassVar[bool] = False
     fail_in: dict[str, int] = field(default_factory=dict)
     threads: set[int] = field(default_factory=set)
 
@@ -238,7 +240,7 @@ def read_now(inputs: Sequence[Any], *, progress: Progress | None = None, **optio
 class TimedEngine(FakeEngine):
     """Keeps a clock of its own: seconds that a GPU would take. Whoever else acts, acts by this clock."""
 
-    steps_per_look: int = 4
+    steps_per_look = 4
     now: float = 0.0
     encode_seconds: tuple[float, float] = (0.001, 0.004)  # a batch, and each window of it
     step_seconds: tuple[float, float] = (0.002, 0.00001)  # a step, and each slot in it
@@ -257,6 +259,7 @@ class LaggingEngine(FakeEngine):
     """Looks at the step call before the last, as an engine does that never waits for its GPU."""
 
     steps_per_look = 4
+    enqueues = True
 
     def harvest(self) -> list[tuple[FakeSlot, DecodeResult]]:
         self._called("harvest")

@@ -17,6 +17,7 @@ from stapes.audio.features import WINDOW_SAMPLES
 from stapes.benchmarks.random_weights import load_random, without_judgement
 from stapes.checkpoints.sizes import published_config
 from stapes.devices.backend import resolve
+from stapes.devices.memory import save_gpu_memory
 from stapes.errors import DeviceError
 from stapes.inference.planner import plan, workspace_bytes
 from stapes.options import TranscribeOptions
@@ -32,6 +33,8 @@ def main() -> None:
     parser.add_argument("--budget", type=int, default=0, help="MB; default: what is free")
     parser.add_argument("--tokens", type=int, default=224)
     arguments = parser.parse_args()
+    if 0 < arguments.budget < 4000:
+        save_gpu_memory()
     device = resolve("cuda")
     if device.memory is None:
         raise DeviceError("memory is measured on a GPU, and PyTorch sees none here")

@@ -73,6 +73,11 @@ class Alignment:
 class Engine(Protocol):
     """Runs one model on one device. Not thread-safe: one thread drives it."""
 
+    steps_per_look: int
+    """Steps that are best written from one look at the slots to the next; at most 4, so that cancelling is quick."""
+    enqueues: bool
+    """Whether ``encode``, ``admit`` and ``step`` return before the device is done."""
+
     @property
     def encoder_batch(self) -> int:
         """Windows that are best encoded together."""
@@ -113,4 +118,8 @@ class Engine(Protocol):
 
     def release(self, slot: Any) -> None:
         """Free a slot, ended or not."""
+        ...
+
+    def clear(self) -> None:
+        """Let go of all caches; only while no slot is taken. Encodings stay valid."""
         ...

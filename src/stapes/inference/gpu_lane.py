@@ -25,8 +25,8 @@ from stapes.models.whisper import Whisper
 
 log = logging.getLogger(__name__)
 
-_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
-"""Windows that a captured step has room for."""
+_BUCKETS = (1, 4, 16, 64, 128, 256)
+"""Windows that a captured step has room for. Few: each is captured once, and empty rows cost next to nothing."""
 
 
 @dataclass(frozen=True)

@@ -52,6 +52,7 @@ class GpuWhisperEngine(TorchWhisperEngine):
     """
 
     steps_per_look = 4
+    enqueues = True
 
     def __init__(
         self,
@@ -77,8 +78,10 @@ class GpuWhisperEngine(TorchWhisperEngine):
         if self.device.type == "cuda" and graphs_agree(self.device)[0]:
             self._graph_pool = torch.cuda.graph_pool_handle()
         self._staged: list[tuple[Tensor, torch.cuda.Event]] = []
-        # Encoding is bound by arithmetic and steps by the memory: beside each other they fill the device.
-        self._encoder_stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        # Encoding is bound by arithmetic and steps by the memory: beside each other they fill the device. A single slot
+        # has nothing to be written meanwhile, and would pay for memory that streams do not share.
+        side = self.device.type == "cuda" and slots > 1
+        self._encoder_stream = torch.cuda.Stream(self.device) if side else None
 
     @torch.inference_mode()
     def encode(self, windows: Sequence[np.ndarray], *, again: bool = False) -> list[Encoding]:

@@ -8,12 +8,14 @@ Nothing waits while the engine could work. Who is next is decided in `queues`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from stapes.inference.engine import Engine
 from stapes.inference.queues import Queue, Queues
 from stapes.inference.recording import Draft, Window
 from stapes.inference.requests import Request, Task
+
+Result = TypeVar("Result")
 
 _PARKED = 32
 """Windows that may keep their encodings until others have told the language; more are encoded again."""
@@ -42,6 +44,7 @@ class Mixer:
         self._in_doubt = False  # an operation on slots has failed: they must be made anew
         self._parked: dict[Window, Request] = {}  # encoded, until the language is known
         self._stuck = 0
+        self._enqueues: bool = engine.enqueues
 
     @property
     def requests(self) -> list[Request]:
@@ -79,11 +82,17 @@ class Mixer:
         self._fit()
         worked = self._look_again()
         worked |= self._admit()
-        worked |= self._fill()
-        worked |= self._preempt()
+        if self._enqueues and self.slots:
+            # First the step: the device encodes behind it, while we look at what it wrote.
+            worked |= self._step()
+            worked |= self._fill()
+            worked |= self._preempt()
+        else:
+            worked |= self._fill()
+            worked |= self._preempt()
+            worked |= bool(self.slots) and self._step()
         if self.slots:
-            self._write()
-            worked = True
+            self._harvest()
         self._deliver()
         self._check_stuck(worked)
         return worked
@@ -250,17 +259,24 @@ class Mixer:
 
     # Writing.
 
-    def _write(self) -> None:
-        """Write some tokens, then take what has ended."""
+    def _guard(self, operation: Callable[[], Result]) -> Result | None:
+        """Do something with all slots; if it fails, no one knows what they hold now."""
         try:
-            self.engine.step(self.steps)
-            harvested = self.engine.harvest()
-        except Exception as error:  # no one knows what the slots hold now
+            return operation()
+        except Exception as error:
             self._in_doubt = True
             for request in self.requests:
                 if request.tasks:
                     self.drop(request, error)
-            return
+            return None
+
+    def _step(self) -> bool:
+        self._guard(lambda: self.engine.step(self.steps))
+        return True
+
+    def _harvest(self) -> None:
+        """Take what has ended."""
+        harvested = self._guard(self.engine.harvest) or []
         ready: list[tuple[Any, Task, Draft]] = []
         wanted: list[tuple[Any, Task, Draft, list[int], list[int]]] = []
         touched: dict[Request, None] = {}

@@ -38,7 +38,7 @@ class Scheduler:
     def __init__(
         self, engine: Engine, steps: int | None = None, *, slots: int = 1, resize: Callable[[int], None] | None = None
     ) -> None:
-        self._mixer = Mixer(engine, steps or getattr(engine, "steps_per_look", 1), slots, resize)
+        self._mixer = Mixer(engine, steps or engine.steps_per_look, slots, resize)
         self._lock = threading.Lock()
         self._arrivals: list[Request] = []
         self._thread: threading.Thread | None = None

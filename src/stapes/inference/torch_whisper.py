@@ -27,6 +27,9 @@ class TorchWhisperEngine:
     """
 
     steps_per_look = 1
+    """Steps from one look at the slots to the next."""
+    enqueues = False
+    """Whether ``encode``, ``admit`` and ``step`` return before the device is done."""
     exact_tokens: int | None = None
     """For measuring: write just so many tokens in each window, text only."""
 
