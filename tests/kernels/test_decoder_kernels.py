@@ -19,8 +19,6 @@ from stapes.kernels.decode_attention import (
     cross_attention_reference,
     self_attention,
     self_attention_reference,
-    store_memory,
-    store_memory_reference,
 )
 from stapes.kernels.decoder_linear import (
     Norm,
@@ -36,6 +34,7 @@ from stapes.kernels.decoder_linear import (
 from stapes.kernels.fp8_rows import round_rows, round_rows_reference
 from stapes.kernels.jit import has_triton, is_interpreted
 from stapes.kernels.layer_norm import layer_norm, layer_norm_reference
+from stapes.kernels.store_memory import store_memory, store_memory_reference
 from stapes.kernels.targets import TARGETS
 from stapes.kernels.write_token import embed, embed_reference, launch_likeliest
 

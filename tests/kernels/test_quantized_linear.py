@@ -202,7 +202,7 @@ def test_kernels_in_the_interpreter() -> None:
     assert " passed" in done.stdout
 
 
-@pytest.mark.parametrize("target", TARGETS.values(), ids=str)
+@pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS)
 @pytest.mark.parametrize(("bits", "group"), [(8, 64), (4, 32), (4, 64)])
 def test_a_tile_depends_on_the_rows_by_their_bucket_only(target, bits: int, group: int) -> None:
     for outputs, inputs in ((384, 384), (1280, 5120), (51_865, 1280)):
@@ -221,7 +221,7 @@ def test_small_matrices_are_split_and_large_ones_are_not() -> None:
     assert tile_for(Shape(8, 64, 51_865, 1280), "fp16", 16, target, 132).splits == 1
 
 
-@pytest.mark.parametrize("target", TARGETS.values(), ids=str)
+@pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS)
 def test_compile_cases_hold_every_tile_that_is_launched(target) -> None:
     names = {(case.name, case.dtype) for case in compile_cases(target)}
     assert len(names) == len(compile_cases(target))

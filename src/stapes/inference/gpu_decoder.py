@@ -21,8 +21,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stapes.inference.quantized import NormedQuantized
-from stapes.kernels.decode_attention import cross_attention, self_attention, store_memory
+from stapes.kernels.decode_attention import cross_attention, self_attention
 from stapes.kernels.decoder_linear import Norm, add_norm, linear, linear_parts
+from stapes.kernels.store_memory import store_memory
 from stapes.kernels.write_token import embed
 from stapes.models.whisper import DecoderLayer, KeyValue, TextDecoder, WhisperConfig
 

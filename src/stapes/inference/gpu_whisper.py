@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from stapes.audio.features import WINDOW_SAMPLES, log_mel_spectrogram
-from stapes.decoding.rules import Vocabulary
 from stapes.devices.rocm import graphs_agree
 from stapes.inference.engine import DecodeRequest, DecodeResult
 from stapes.inference.gpu_decoder import GpuDecoder, Memory
@@ -25,7 +24,6 @@ from stapes.inference.gpu_encoder import GpuEncoder
 from stapes.inference.gpu_lane import GpuLane, upload
 from stapes.inference.lanes import Slot
 from stapes.inference.torch_whisper import TorchWhisperEngine
-from stapes.models.whisper import Whisper
 
 log = logging.getLogger(__name__)
 
@@ -47,31 +45,18 @@ class Encoding:
 class GpuWhisperEngine(TorchWhisperEngine):
     """Implements ``engine.Engine``. It also runs on the CPU, without graphs and kernels, for tests.
 
-    quantize_memory: keep keys and values of the encoder's states in 8 bits. fp8: the 8-bit floats that the encoder's
-    products are computed in, None for those of the weights.
+    Made of the same parts as its parent. quantize_memory: keep keys and values of the encoder's states in 8 bits. fp8:
+    the 8-bit floats that the encoder's products are computed in, None for those of the weights.
     """
 
     steps_per_look = 4
     enqueues = True
 
     def __init__(
-        self,
-        model: Whisper,
-        vocabulary: Vocabulary,
-        languages: dict[str, int],
-        sot: int,
-        blank: Sequence[int],
-        alignment_heads: Sequence[tuple[int, int]],
-        slots: int,
-        encoder_batch: int,
-        *,
-        quantize_memory: bool = False,
-        fp8: torch.dtype | None = None,
+        self, *parts: Any, quantize_memory: bool = False, fp8: torch.dtype | None = None, **named_parts: Any
     ) -> None:
-        self._set_up(model, vocabulary, languages, sot, blank, alignment_heads, slots, encoder_batch)
-        self.quantize_memory = quantize_memory
-        self.encoder = GpuEncoder(model.encoder, fp8)
-        self.decoder = GpuDecoder(model.decoder, model.config)
+        self.quantize_memory, self._fp8 = quantize_memory, fp8
+        super().__init__(*parts, **named_parts)
         self.memory: list[Memory] = []
         self.free_rows: list[int] = []
         self._graph_pool: Any = None
@@ -80,8 +65,12 @@ class GpuWhisperEngine(TorchWhisperEngine):
         self._staged: list[tuple[Tensor, torch.cuda.Event]] = []
         # Encoding is bound by arithmetic and steps by the memory: beside each other they fill the device. A single slot
         # has nothing to be written meanwhile, and would pay for memory that streams do not share.
-        side = self.device.type == "cuda" and slots > 1
+        side = self.device.type == "cuda" and self.slots > 1
         self._encoder_stream = torch.cuda.Stream(self.device) if side else None
+
+    def _prepare(self) -> None:
+        self.encoder = GpuEncoder(self.model.encoder, self._fp8)
+        self.decoder = GpuDecoder(self.model.decoder, self.model.config)
 
     @torch.inference_mode()
     def encode(self, windows: Sequence[np.ndarray], *, again: bool = False) -> list[Encoding]:

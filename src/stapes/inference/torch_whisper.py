@@ -44,23 +44,6 @@ class TorchWhisperEngine:
         slots: int,
         encoder_batch: int,
     ) -> None:
-        self._set_up(model, vocabulary, languages, sot, blank, alignment_heads, slots, encoder_batch)
-        if is_worth_packing(self.device, self.dtype):
-            adapt(pack(model))
-        elif model.decoder.embedding.weight.dtype != self.dtype:
-            model.decoder.embedding.to(self.dtype)
-
-    def _set_up(
-        self,
-        model: Whisper,
-        vocabulary: Vocabulary,
-        languages: dict[str, int],
-        sot: int,
-        blank: Sequence[int],
-        alignment_heads: Sequence[tuple[int, int]],
-        slots: int,
-        encoder_batch: int,
-    ) -> None:
         self.device = model.decoder.positions.device
         self.dtype = model.decoder.positions.dtype
         self.model, self.vocabulary = model, vocabulary
@@ -73,6 +56,15 @@ class TorchWhisperEngine:
         self.blank = torch.zeros(vocabulary.size, device=self.device)
         self.blank[list(blank)] = float("-inf")
         self.lanes: dict[tuple[int, bool], Lane] = {}
+        self._prepare()
+
+    def _prepare(self) -> None:
+        """Lay the model's weights out as the device likes them."""
+        model = self.model
+        if is_worth_packing(self.device, self.dtype):
+            adapt(pack(model))
+        elif model.decoder.embedding.weight.dtype != self.dtype:
+            model.decoder.embedding.to(self.dtype)
 
     @property
     def encoder_batch(self) -> int:

@@ -316,9 +316,9 @@ def _launch_dequantize(weight: Quantized, dtype: torch.dtype) -> Tensor:
 
 
 def compile_cases(target: Target) -> list[CompileCase]:
-    """The tiles that `tile_for` chooses, whole for each bucket of rows and once in parts, and the other kernels.
+    """Every tile that `tile_for` can choose for the groups in use in fp16, and the other kernels.
 
-    Whole tiles have bias, GELU and residual to hold besides: parts need fewer registers.
+    In bf16 and fp32 whole tiles stand for those in parts, which have no bias, GELU and residual to hold.
     """
     cases = []
     for dtype in _NAMES.values():
@@ -327,11 +327,12 @@ def compile_cases(target: Target) -> list[CompileCase]:
         for bits, group in GROUPS.items():
             weights = {"values_ptr": "*i8" if bits == 8 else "*u8", "scales_ptr": "*fp16"}
             # What the matrix is for: the vocabulary, and a projection.
-            sizes = ((1, 51_865), (16, 51_865), (32, 51_865), (64, 51_865), (32, 1280))
-            for tile, outputs in {
+            chosen = {
                 tile_for(Shape(bits, group, outputs, 1280), dtype, rows, target, 132): outputs
-                for rows, outputs in (sizes[:2] if dtype == "fp32" else sizes)
-            }.items():
+                for rows in {"fp16": (1, 16, 32, 64), "bf16": (1, 32, 64), "fp32": (1, 16)}[dtype]
+                for outputs in ((1280, 51_865) if dtype == "fp16" else (51_865,))
+            }
+            for tile, outputs in chosen.items():
                 cases.append(
                     CompileCase(
                         f"quantized_linear int{bits} {tile.rows}×{tile.outputs}×{tile.inputs}/{tile.splits}",
