@@ -97,7 +97,7 @@ def spell(text: str, tokenizer: CTCTokenizer, *, open_ends: bool = False) -> Spe
     no token are left out, and a word of nothing but such marks is written with the word before it. ``open_ends``:
     the recording may hold other speech before and after the text. In scripts without spaces every character is a word.
     """
-    text = " ".join(text.split())
+    text = "".join(f" {word}" for word in text.split())
     speller = Speller(tokenizer)
     brackets = [match.span() for match in _NOT_SPOKEN.finditer(text)]
     delimiter, delimiter_id = tokenizer.delimiter, tokenizer.delimiter_id
@@ -122,7 +122,7 @@ def spell(text: str, tokenizer: CTCTokenizer, *, open_ends: bool = False) -> Spe
                 silent += piece
             continue
         else:
-            new = _encode(spoken, piece[0].isspace() or not begin, tokenizer, delimiter, delimiter_id)
+            new = _encode(spoken, piece[0].isspace(), tokenizer, delimiter, delimiter_id)
             if new[0] == delimiter_id and (not ids or ids[-1] == WILDCARD):
                 del new[0]
             start = len(ids) + (new[0] == delimiter_id)
