@@ -10,7 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stapes.decoding.ctc import CTCToken, Joiner, best_path, collapse, greedy
+from stapes.decoding.ctc import CTCToken, Joiner, best_path, collapse, greedy, token_words
+from stapes.text.ctc_tokenizer import CTCTokenizer
 
 BLANK = 2
 
@@ -83,3 +84,15 @@ def test_logits_and_log_probabilities_of_any_type_mean_the_same() -> None:
         (tokens,) = greedy(same, torch.tensor([6]), BLANK)
         assert [token[:3] for token in tokens] == [token[:3] for token in expected[0]]
         assert [token.probability for token in tokens] == pytest.approx([t.probability for t in expected[0]], rel=1e-4)
+
+
+def test_words_begin_and_end_with_their_tokens() -> None:
+    tokenizer = CTCTokenizer({"<pad>": 0, "|": 1, "A": 2, "B": 3}, lower_case=True)
+    path = [0, 2, 2, 0, 3, 1, 1, 0, 3, 0, 1]
+    tokens = [CTCToken(2, 1, 3, 0.5), CTCToken(3, 4, 5, 1.0), CTCToken(1, 5, 7, 0.1), CTCToken(3, 8, 9, 0.25)]
+    tokens.append(CTCToken(1, 10, 11, 0.1))
+    assert [token[:3] for token in greedy(logits_for(path), [11], 0)[0]] == [token[:3] for token in tokens]
+    words = token_words(tokens, tokenizer, 0.02, offset=5.0)
+    assert [(word.word, word.probability) for word in words] == [(" ab", 0.75), (" b", 0.25)]
+    assert [(word.start, word.end) for word in words] == [pytest.approx((5.02, 5.1)), pytest.approx((5.16, 5.18))]
+    assert token_words([], tokenizer, 0.02) == []

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stapes.decoding.ctc_beam import Fusion, Hypothesis, PrefixBeamSearch
+from stapes.decoding.ctc_beam import BeamState, Fusion, Hypothesis, PrefixBeamSearch
 from stapes.decoding.ctc_fusion import Hotwords, TokenNGram, WordNGram
 from stapes.decoding.ngram import NGramModel, read_arpa
 from stapes.decoding.ngram_estimate import estimate, write_arpa
@@ -139,7 +139,15 @@ def boost(words: list[str], phrases: dict[str, float]) -> float:
     return score
 
 
-@pytest.mark.parametrize("phrases", [{"AB": 1.5}, {"A B": 2.0, "BA": 1.0}, {"A": 0.5, "A B": 0.5, "B B": 1.0}])
+@pytest.mark.parametrize(
+    "phrases",
+    [
+        {"AB": 1.5},
+        {"A B": 2.0, "BA": 1.0},
+        {"A": 0.5, "A B": 0.5, "B B": 1.0},  # a phrase begins another
+        {"A B A": 1.0, "B": 1.0},  # a phrase lies inside another
+    ],
+)
 def test_hotwords_gain_only_where_they_are_whole(phrases: dict[str, float]) -> None:
     fusion = Hotwords(phrases, LETTERS)
     log_probs = random_log_probs(7, 6, LETTERS.size)
@@ -204,10 +212,20 @@ def test_alone_padded_in_a_batch_or_in_pieces_the_texts_are_the_same(name: str, 
         for row, size in enumerate(sizes):
             window[row, :size] = log_probs[row, done[row] : done[row] + size]
         search.advance(state, window, torch.tensor(sizes))
+        state = _replayed(search, state)
         done += torch.tensor(sizes)
     assert torch.equal(done, lengths)
     assert _rounded(search.finish(state, n_best=4)) == _rounded(together)
     assert together[1] == [Hypothesis([], [], together[1][0].score, 0.0)]
+
+
+def _replayed(search: PrefixBeamSearch, state: BeamState) -> BeamState:
+    """The state as a captured graph would hand it on: copied into the tensors of another one."""
+    other = search.start(len(state.blank), state.blank.device, state.blank.dtype)
+    for to, tensor in zip(other.fields(), state.fields(), strict=True):
+        to.copy_(tensor)
+    other.history = state.history
+    return other
 
 
 def _rounded(found: list[list[Hypothesis]]) -> list:

@@ -16,6 +16,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from stapes.text.ctc_tokenizer import CTCTokenizer
+from stapes.transcript import Word
+
 
 class CTCToken(NamedTuple):
     """A token and the frames in which it is said: from ``start`` up to ``end``."""
@@ -70,6 +73,22 @@ def greedy(logits: Tensor, lengths: Sequence[int] | Tensor, blank: int) -> list[
     """The tokens of the likeliest path of each row: logits (batch, frames, vocabulary), real frames (batch,)."""
     ends = lengths.tolist() if isinstance(lengths, Tensor) else lengths
     return collapse(best_path(logits).cpu(), ends, blank)
+
+
+def token_words(
+    tokens: Sequence[CTCToken], tokenizer: CTCTokenizer, frame_seconds: float, offset: float = 0.0
+) -> list[Word]:
+    """Words and when they are said, in seconds after ``offset``; ``frame_seconds`` is the length of a frame.
+
+    A word's probability is the mean over its tokens.
+    """
+    words: list[Word] = []
+    for text, first, end in tokenizer.words([token.id for token in tokens]):
+        said = tokens[first:end]
+        probability = sum(token.probability for token in said) / len(said)
+        start, stop = offset + said[0].start * frame_seconds, offset + said[-1].end * frame_seconds
+        words.append(Word(f" {text}", start, stop, probability))
+    return words
 
 
 class Joiner:

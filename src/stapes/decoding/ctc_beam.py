@@ -81,6 +81,11 @@ class BeamState:
     """For each window: the place each prefix had before and the token it grew by or -1, (frames, batch, beam), and the
     real frames, (batch,)."""
 
+    def fields(self) -> tuple[Tensor, ...]:
+        """All tensors but the history: a captured graph copies them back to where it began."""
+        own = (self.blank, self.label, self.extra, self.last, self.hash, self.parent)
+        return (*own, *(tensor for remembered in self.fusions for tensor in remembered))
+
     @property
     def acoustic(self) -> Tensor:
         """Log-probability of each text by the recording."""
@@ -128,8 +133,10 @@ class PrefixBeamSearch:
             extra=torch.zeros_like(never),
             last=zero - 1,
             hash=zero,
-            parent=zero,
-            fusions=[tuple(part.expand(shape) for part in fusion.start(rows, device)) for fusion in self.fusions],
+            parent=zero.clone(),
+            fusions=[
+                tuple(part.expand(shape).clone() for part in fusion.start(rows, device)) for fusion in self.fusions
+            ],
         )
 
     def advance(self, state: BeamState, log_probs: Tensor, lengths: Tensor) -> None:
