@@ -144,8 +144,9 @@ class PrefixBeamSearch:
         rows, frames, size = log_probs.shape
         log_probs = log_probs.to(state.blank.dtype)
         real = torch.arange(frames, device=log_probs.device) < lengths[:, None]
-        no_token = torch.tensor([self.blank, *self.banned], device=log_probs.device)
-        tokens_only = log_probs.index_fill(2, no_token, float("-inf"))
+        tokens_only = log_probs.clone()
+        for id in (self.blank, *self.banned):  # by number: a copy of indices from the host could not be captured
+            tokens_only[:, :, id] = float("-inf")
         count = min(self.tokens_per_frame or size, size)
         likeliest, tokens = tokens_only.topk(count, dim=2)
         likeliest = likeliest.masked_fill(~real[:, :, None], float("-inf"))
