@@ -244,6 +244,7 @@ def _triton(architectures: Sequence[str]) -> None:
 def _ctranslate2() -> None:
     try:
         import ctranslate2  # pyright: ignore[reportMissingImports]
+
         emit({"version": ctranslate2.__version__, "gpus": ctranslate2.get_cuda_device_count()})
     except Exception as error:
         emit({"failure": _reason(error)})
