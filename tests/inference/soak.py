@@ -30,6 +30,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from fakes import FakeDetector
 
 import stapes
 from stapes.audio.decode import read_audio
@@ -61,24 +62,6 @@ def load_random(name: str, device: str, precision: Any, slots: int, tokens: int)
         name, Path(f"random-{name}"), config, lambda: random_weights(config, 0, torch.float32), None
     )
     return assemble(name, checkpoint, random_tokenizer(config), where, dtype, slots)
-
-
-class EverySound:
-    """Stands in for the detector of speech: sound is speech, silence is none."""
-
-    def state(self) -> list[np.ndarray]:
-        return [np.zeros(0, np.float32)]
-
-    def probabilities(
-        self, states: Sequence[list[np.ndarray]], pcm: Sequence[np.ndarray], *, final: bool = False
-    ) -> list[np.ndarray]:
-        out = []
-        for state, samples in zip(states, pcm, strict=True):
-            held = np.concatenate([state[0], samples])
-            count = -(-len(held) // 512) if final else len(held) // 512
-            out.append((held[: count * 512 : 512] != 0).astype(np.float32))
-            state[0] = held[count * 512 :]
-        return out
 
 
 @dataclass
@@ -365,7 +348,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         recognizer = load_random(chosen.random, chosen.device, chosen.precision, slots, chosen.tokens)
     audio = Audio.open(chosen.audio)
     if not audio.is_speech:
-        recognizer._detector = EverySound()  # type: ignore[assignment]
+        recognizer._detector = FakeDetector()  # type: ignore[assignment]
     with recognizer:
         warm_up(recognizer, audio)
         soak = Soak(recognizer, audio, Watch().over(recognizer.engine), chosen.longest, slots)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from stapes.audio.features import WINDOW_SAMPLES, log_mel_spectrogram
+from stapes.audio.features import log_mel_spectrogram, pad_windows
 from stapes.benchmarks.random_weights import text_only
 from stapes.benchmarks.roofline import timed
 from stapes.inference.engine import DecodeRequest
@@ -116,10 +116,8 @@ def time_encoder(engine: TorchWhisperEngine, windows: Sequence[np.ndarray], repe
     whole = median(timed(engine.device, lambda: engine.encode(windows), repeats))
     network = engine.encoder if isinstance(engine, GpuWhisperEngine) else engine.model.encoder
     with torch.inference_mode():
-        pcm = torch.zeros(count, WINDOW_SAMPLES)
-        for row, samples in zip(pcm.numpy(), windows, strict=True):
-            row[: len(samples)] = samples[:WINDOW_SAMPLES]
-        features = log_mel_spectrogram(pcm.to(engine.device), config.mel_bins).to(engine.dtype)
+        pcm = pad_windows(windows, engine.device)
+        features = log_mel_spectrogram(pcm, config.mel_bins).to(engine.dtype)
         alone = median(timed(engine.device, lambda: network(features), repeats))
     return EncoderTimes(whole / count, alone / count)
 

@@ -14,7 +14,7 @@ from cyclopts import App, Parameter
 from stapes.cli.bench_allreduce import allreduce
 from stapes.cli.bench_kernels import kernels
 from stapes.cli.bench_mlperf import mlperf
-from stapes.cli.bench_run import listed, measure
+from stapes.cli.bench_run import listed, measure, tell
 from stapes.cli.terminal import Terminal, to_json
 from stapes.errors import OutputError, UsageError
 from stapes.options import Precision, TranscribeOptions
@@ -157,10 +157,7 @@ def transcribe(
             log=terminal.note,
         )
         path = measure(run, output_dir, terminal)
-    if json:
-        terminal.out(to_json(asdict(run.result)) + "\n")
-    else:
-        terminal.out("".join(map(_line, run.result.rows)) + f"wrote {path}\n")
+    tell(run, path, terminal, _line, json=json)
     return 0
 
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import re
 import sys
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
-from stapes.cli.bench_run import listed, measure
-from stapes.cli.terminal import Terminal, to_json
+from stapes.cli.bench_run import listed, measure, tell
+from stapes.cli.terminal import Terminal
 from stapes.errors import UsageError
 
 if TYPE_CHECKING:
@@ -93,10 +92,7 @@ def allreduce(
         path = measure(run, output_dir, terminal)
     finally:
         run.close()
-    if json:
-        terminal.out(to_json(asdict(run.result)) + "\n")
-    else:
-        terminal.out("".join(map(_size_line, run.result.rows)) + f"wrote {path}\n")
+    tell(run, path, terminal, _size_line, json=json)
     wrong = [row.case["bytes"] for row in run.result.rows if row.ours.figures["wrong_elements"]]
     if wrong:
         terminal.failure(

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from stapes.cli.bench_run import listed, measure
-from stapes.cli.terminal import Terminal, to_json
+from stapes.cli.bench_run import listed, measure, tell
+from stapes.cli.terminal import Terminal
 from stapes.errors import UsageError
 
 if TYPE_CHECKING:
@@ -77,10 +76,7 @@ def kernels(
         log=terminal.note,
     )
     path = measure(run, output_dir, terminal)
-    if json:
-        terminal.out(to_json(asdict(run.result)) + "\n")
-    else:
-        terminal.out("".join(map(_kernel_line, run.result.rows)) + f"wrote {path}\n")
+    tell(run, path, terminal, _kernel_line, json=json)
     return 1 if any(row.case["problem"] for row in run.result.rows) else 0
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from stapes.cli.background import Background
 from stapes.cli.interrupts import shielded
-from stapes.cli.terminal import Terminal
+from stapes.cli.terminal import Terminal, to_json
 from stapes.errors import StapesError, UsageError
 
 if TYPE_CHECKING:
@@ -36,6 +37,14 @@ def measure(run: Run, folder: Path, terminal: Terminal) -> Path:
         raise
     with shielded():
         return run.write(folder)
+
+
+def tell(run: Run, path: Path, terminal: Terminal, line: Callable[[CaseRow], str], *, json: bool) -> None:
+    """Print what was measured: the whole result as JSON, or ``line`` of each row and where the result is."""
+    if json:
+        terminal.out(to_json(asdict(run.result)) + "\n")
+    else:
+        terminal.out("".join(map(line, run.result.rows)) + f"wrote {path}\n")
 
 
 def listed(option: str, text: str) -> list[str]:

@@ -1,9 +1,8 @@
 """Whisper's encoder as a GPU likes it: few large products. The numbers are the same up to rounding.
 
-Differences from the plain model, each measured on large-v3 in bf16 (H200): query, key and value are one product; the
-products before a residual sum add into it, and their biases wait for the next layer norm, which is one kernel at the
-speed of the memory (PyTorch's own runs at a third of it); the convolutions are products over unfolded frames, which
-also keeps MIOpen from compiling a kernel for every new shape.
+Query, key and value are one product; the products before a residual sum add into it, and their biases wait for the next
+layer norm, which moves 2.5 TB/s on an H200 (PyTorch's own 1.5, a copy 4.3); the convolutions are products over unfolded
+frames, which also keeps MIOpen from compiling a kernel for every new shape.
 """
 
 from __future__ import annotations
@@ -174,8 +173,8 @@ class GpuEncoder(nn.Module):
 def _up(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """A linear layer and its GELU.
 
-    In bf16 on a GPU the product computes the GELU too, by its tanh form: that is off by at most 0.0005, a quarter of
-    what rounding to bf16 is off around 1, and saves a fifteenth of the encoder's time.
+    In bf16 on a GPU the product computes the GELU too, by its tanh form: that is off by at most 0.0005, far less
+    than rounding to bf16 is off around 1, and takes 6 % off a layer's time (H200, 16 windows of large-v3).
     """
     if x.dtype == torch.bfloat16 and x.device.type == "cuda":
         return torch.ops.aten._addmm_activation(bias, x, weight.t(), use_gelu=True)

@@ -5,7 +5,6 @@ The device itself notes which rows go on (``live``); a row that has ended costs 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,8 +21,6 @@ from stapes.inference.lanes import Lane, Look, Slot
 from stapes.kernels.jit import can_launch
 from stapes.kernels.write_token import launch_likeliest
 from stapes.models.whisper import Whisper
-
-log = logging.getLogger(__name__)
 
 _BUCKETS = (1, 4, 16, 64, 128, 256)
 """Windows that a captured step has room for. Few: each is captured once, and empty rows cost next to nothing."""
@@ -281,7 +278,7 @@ class GpuLane(Lane):
         """Free a slot; the last one moves into its place."""
         last = self.slots[-1]
         super().release(slot)
-        self.live[self._range_of(len(self.slots))] = 0
+        self.live[len(self.slots) * self.group :] = 0
         if last is not slot:
             self.memory_rows[slot.row] = self.host_memory[slot.row]
         if not self.slots:
@@ -293,9 +290,6 @@ class GpuLane(Lane):
         self.slots.clear()
         self._looks.clear()
         self._graphs.clear()
-
-    def _range_of(self, row: int) -> slice:
-        return slice(row * self.group, (row + 1) * self.group)
 
     def _move_cache(self, source: Slot, target: Slot) -> None:
         # Nothing moves: the two exchange their cells, and the memory's row goes along.

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stapes.audio.features import WINDOW_SAMPLES, log_mel_spectrogram
+from stapes.audio.features import WINDOW_SAMPLES, log_mel_spectrogram, pad_windows
 from stapes.devices.rocm import graphs_agree
 from stapes.inference.engine import DecodeRequest, DecodeResult
 from stapes.inference.gpu_decoder import GpuDecoder, Memory
@@ -98,9 +98,7 @@ class GpuWhisperEngine(TorchWhisperEngine):
     def _to_device(self, windows: Sequence[np.ndarray]) -> Tensor:
         """Samples, silence behind them, through memory that the device can fetch from by itself."""
         if self.device.type != "cuda":
-            batch = torch.zeros(len(windows), WINDOW_SAMPLES)
-            _fill(batch, windows)
-            return batch.to(self.device)
+            return pad_windows(windows, self.device)
         if len(self._staged) < _STAGES:
             stage = torch.empty(self.encoder_batch, WINDOW_SAMPLES, pin_memory=True)
         else:
@@ -188,14 +186,10 @@ class GpuWhisperEngine(TorchWhisperEngine):
             place = upload(np.array(rows, dtype=np.int32), self.device)
             self.decoder.remember(self._states(encoded), self.memory, place)
             slots = lane.enter(requests, rows, self.exact_tokens)
-            count = max(len(request.prompt) for request in requests)
-            tokens = np.full((len(requests), count), self.vocabulary.end, dtype=np.int64)
-            marks = np.empty((2, len(requests)), dtype=np.int64)
-            for i, request in enumerate(requests):
-                tokens[i, : len(request.prompt)] = request.prompt
-                marks[:, i] = len(request.prompt) - 1, request.sot_index
+            tokens = self._padded([request.prompt for request in requests])
+            marks = np.array([[len(request.prompt) - 1, request.sot_index] for request in requests]).T
             cells = lane.cells[occupied * lane.group : len(lane.slots) * lane.group : lane.group].long()
-            states, _ = self.decoder.read(upload(tokens, self.device), self.memory, place, lane.cache, cells)
+            states, _ = self.decoder.read(tokens, self.memory, place, lane.cache, cells)
             ends, starts = upload(marks, self.device).unbind()
             index = torch.arange(len(requests), device=self.device)
             at_start = self.decoder.logits(states[index, starts])
@@ -230,12 +224,16 @@ class GpuWhisperEngine(TorchWhisperEngine):
         return [lane for lane in self.lanes.values() if isinstance(lane, GpuLane)]
 
     def _align_rows(self, slots: Sequence[Slot], sequences: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor | None]:
+        rows = [slot.lane.host_memory[slot.row] for slot in slots if isinstance(slot.lane, GpuLane)]
+        place = upload(np.array(rows, dtype=np.int32), self.device)
+        return self.decoder.read(self._padded(sequences), self.memory, place, heads=self.heads)
+
+    def _padded(self, sequences: Sequence[Sequence[int]]) -> Tensor:
+        """Tokens (sequences, longest), int64, on the device; ends behind the shorter ones."""
         tokens = np.full((len(sequences), max(map(len, sequences))), self.vocabulary.end, dtype=np.int64)
         for row, sequence in zip(tokens, sequences, strict=True):
             row[: len(sequence)] = sequence
-        rows = [slot.lane.host_memory[slot.row] for slot in slots if isinstance(slot.lane, GpuLane)]
-        place = upload(np.array(rows, dtype=np.int32), self.device)
-        return self.decoder.read(upload(tokens, self.device), self.memory, place, heads=self.heads)
+        return upload(tokens, self.device)
 
     def _align_logits(self, states: Tensor) -> Tensor:
         return self.decoder.logits(states)

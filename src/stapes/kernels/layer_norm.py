@@ -1,4 +1,4 @@
-"""Layer norm over the rows of a large batch, at the speed of the memory.
+"""Layer norm over the rows of a large batch.
 
 The sum of residual biases that the rows still lack is added on the way, so that products can add into the residual
 stream directly, without a pass for their biases.
