@@ -31,7 +31,7 @@ class Reader:
 
     def __init__(self, file: BinaryIO, *, owned: bool) -> None:
         self._file, self._owned = file, owned
-        self._seekable = _can_seek(file)
+        self._seekable = can_seek(file)
         self._base = file.tell() if self._seekable else 0
         self._ahead = b""
         self.total = 0  # bytes read so far, head included; the size of the input once it has ended
@@ -100,7 +100,8 @@ class Reader:
             self._file.close()
 
 
-def _can_seek(file: BinaryIO) -> bool:
+def can_seek(file: BinaryIO) -> bool:
+    """Whether a file object can be set back to where it stands."""
     try:
         return file.seekable() and file.tell() >= 0
     except (AttributeError, OSError, ValueError):

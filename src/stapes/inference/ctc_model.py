@@ -1,0 +1,191 @@
+"""What the engine asks of a CTC model, and wav2vec 2.0 (HuBERT, XLS-R, MMS) as one."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from stapes.checkpoints.wav2vec2 import Wav2Vec2Checkpoint, set_language
+from stapes.errors import ModelError
+from stapes.models.wav2vec2 import GroupNormConvLayer, Statistics, Wav2Vec2
+from stapes.models.waveform import Moments, normalization, normalize_waveform, window_moments, zero_padding
+from stapes.text.ctc_tokenizer import CTCTokenizer
+
+WINDOW_SECONDS = 30
+"""The longest that a network hears at once. Its cost a second grows with it, through attention."""
+
+CONTEXT_SECONDS = 2
+"""Of a window inside a recording, so much at each end is heard but not written: frames there know one side only. The
+positional convolution of wav2vec 2.0 alone sees 1.28 s to each side."""
+
+
+class Meter(Protocol):
+    """Gathers what must be known of a whole recording to normalise parts of it, in one pass and constant memory."""
+
+    def feed(self, pcm: np.ndarray) -> None:
+        """Take the next samples (samples,), float32."""
+        ...
+
+    def cut(self) -> None:
+        """What comes next is not next to what came last."""
+        ...
+
+    def result(self) -> Any:
+        """What `CTCModel` wants of each row; None where the model normalises nothing."""
+        ...
+
+
+class CTCModel(Protocol):
+    """A waveform goes in, logits come out. What is between the two (a mel spectrogram, a GPU's kernels) is its own.
+
+    Padding and neighbours in a batch never change a row. Not thread-safe: one thread calls it.
+    """
+
+    tokenizer: CTCTokenizer
+    """Of the language that is set."""
+    device: torch.device
+    hop: int
+    """Samples from the start of a frame of logits to the start of the next."""
+    window: int
+    """Samples of the longest row, a multiple of the hop."""
+    context: int
+    """Samples that a frame should hear on each side, a multiple of the hop: windows overlap by twice as many."""
+
+    def frame_count(self, samples: int) -> int:
+        """Frames of so many samples, exactly. A hop more is one frame more, as soon as there is one."""
+        ...
+
+    def meter(self) -> Meter:
+        """A new one for a recording (any thread may call this)."""
+        ...
+
+    def set_language(self, language: str | None) -> None:
+        """Use the adapter and the vocabulary of this language from now on; None: of the one it was loaded with."""
+        ...
+
+    def __call__(
+        self, waveform: Tensor, lengths: Tensor, measured: Sequence[Any] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Logits (batch, frames, vocabulary) and real frames (batch,).
+
+        waveform: (batch, samples), float32, 16 kHz, as recorded, of which ``lengths`` (batch,) samples are real.
+        ``measured``: for rows that are windows, what the meter of each one's recording said. None: rows are recordings.
+        """
+        ...
+
+
+class Normalization(NamedTuple):
+    """How to normalise the parts of a recording."""
+
+    shift: float
+    scale: float
+    statistics: Statistics | None
+    """Of the first convolution's outputs, (1, channels) float64 on the CPU; None where these are not normalised."""
+
+
+class WaveformMeter:
+    """Moments of a recording, as wav2vec 2.0 normalises by them. They add up over the parts that are heard."""
+
+    def __init__(self, normalize: bool, first: GroupNormConvLayer | None) -> None:
+        """``normalize`` the waveform; ``first``: the convolution whose outputs are normalised, on the CPU."""
+        self._normalize, self._first = normalize, first
+        self._samples: Moments | None = None
+        self._windows: Moments | None = None
+        self._rest = torch.zeros(1, 0)
+
+    def feed(self, pcm: np.ndarray) -> None:
+        samples = torch.from_numpy(np.ascontiguousarray(pcm, dtype=np.float32))[None]
+        if self._normalize:
+            self._samples = _sum(self._samples, window_moments(samples))
+        if self._first is not None:
+            samples = torch.cat([self._rest, samples], dim=1)
+            moments = self._first.moments(samples)
+            self._windows = _sum(self._windows, moments)
+            self._rest = samples[:, int(moments.count) * self._first.conv.stride[0] :].clone()
+
+    def cut(self) -> None:
+        self._rest = torch.zeros(1, 0)
+
+    def result(self) -> Normalization:
+        shift, scale = torch.zeros(1, dtype=torch.float64), torch.ones(1, dtype=torch.float64)
+        if self._samples is not None:
+            shift, scale = normalization(self._samples)
+        statistics = None
+        if self._first is not None and self._windows is not None:
+            statistics = self._first.statistics(self._windows.scaled(shift, scale))
+        return Normalization(float(shift), float(scale), statistics)
+
+
+def _sum(a: Moments | None, b: Moments) -> Moments:
+    return b if a is None else a + b
+
+
+Network = Callable[[Tensor, Tensor | None, Statistics | None], tuple[Tensor, Tensor]]
+"""What computes the logits: a `Wav2Vec2`, or anything that is called as one is."""
+
+
+class Wav2Vec2CTC:
+    """wav2vec 2.0, HuBERT, XLS-R or MMS as a `CTCModel`. Raises ModelError for a checkpoint that writes no text."""
+
+    def __init__(
+        self,
+        checkpoint: Wav2Vec2Checkpoint,
+        network: Wav2Vec2,
+        make: Callable[[Wav2Vec2], Network] = lambda network: network,
+    ) -> None:
+        """``make``: what runs the network, made anew for each language: the network itself, or a GPU's form of it."""
+        if checkpoint.tokenizer is None or network.head is None:
+            raise ModelError(
+                f"{checkpoint.path} was only pre-trained and writes no text: give a model that was fine-tuned with CTC"
+            )
+        config = network.config
+        self.checkpoint, self.network = checkpoint, network
+        self.tokenizer = checkpoint.tokenizer
+        self.device = network.head.weight.device
+        self.hop = config.hop * config.downsampling_stride**config.downsampling_layers
+        self.window = _multiple(WINDOW_SECONDS, self.hop)
+        self.context = _multiple(CONTEXT_SECONDS, self.hop)
+        self.frame_count: Callable[[int], int] = config.frame_count
+        self._make = make
+        self._run = make(network)
+        self._default = self._language = checkpoint.language
+        first = network.feature_extractor.first
+        self._first = copy.deepcopy(first).cpu() if isinstance(first, GroupNormConvLayer) else None
+
+    def meter(self) -> WaveformMeter:
+        return WaveformMeter(self.checkpoint.normalize, self._first)
+
+    def set_language(self, language: str | None) -> None:
+        language = language or self._default
+        if language is not None and language != self._language:
+            self.checkpoint = set_language(self.network, self.checkpoint, language)
+            assert self.checkpoint.tokenizer is not None
+            self.tokenizer, self._language = self.checkpoint.tokenizer, language
+            self._run = self._make(self.network)
+
+    def __call__(
+        self, waveform: Tensor, lengths: Tensor, measured: Sequence[Normalization] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        statistics = None
+        if measured is None:
+            if self.checkpoint.normalize:
+                waveform = normalize_waveform(waveform, lengths)
+        else:
+            rows = torch.tensor([(row.shift, row.scale) for row in measured], dtype=waveform.dtype)
+            shift, scale = rows.to(waveform.device, non_blocking=True)[:, :, None].unbind(1)
+            waveform = zero_padding((waveform + shift) * scale, lengths)
+            found = [row.statistics for row in measured if row.statistics is not None]
+            if found:
+                statistics = Statistics(
+                    *(torch.cat(parts).to(waveform.device, non_blocking=True) for parts in zip(*found, strict=True))
+                )
+        return self._run(waveform, lengths, statistics)
+
+
+def _multiple(seconds: int, hop: int) -> int:
+    return seconds * 16_000 // hop * hop
