@@ -1,0 +1,1 @@
+"""From recordings with words to batches: corpora, checks, buckets, augmentation, vocabularies."""

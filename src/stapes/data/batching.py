@@ -1,0 +1,377 @@
+"""Batches for training: utterances of a manifest read, augmented, tokenised and padded, by processes of their own.
+
+    data = TrainingData("train.jsonl.gz", tokenizer, budget_seconds=480, world_size=8, rank=rank, workers=8)
+    for batch in data:                                # what is left of this epoch; the next loop is the next epoch
+        batch = batch.to(device)
+        ...
+        checkpoint["data"] = data.state_dict()        # the batch just yielded is done
+
+Every batch of a bucket has the same shape on all ranks. A row that could not be read, and one that only fills the
+shape up, repeats another row with weight 0: multiply losses by ``weights``, and divide by their sum over all ranks.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from stapes.audio.decode import SAMPLE_RATE, read_audio
+from stapes.data.buckets import BatchPlan, Bucket, BucketSampler
+from stapes.data.manifest import Manifest, Utterance
+from stapes.data.seeds import generator
+from stapes.errors import AudioError, StapesError, UsageError
+
+__all__ = [
+    "IGNORED",
+    "Augment",
+    "Batch",
+    "BatchPlan",
+    "Bucket",
+    "BucketSampler",
+    "Skipped",
+    "TextEncoder",
+    "TrainingData",
+]
+
+IGNORED = -100
+"""Fills ``Batch.targets`` up: what ``torch.nn.functional.cross_entropy`` ignores by default."""
+
+_TARGET_MULTIPLE = 16  # targets are padded to multiples of it: few shapes
+_SHORT = 0.9  # of the manifest's duration: a file with less is truncated
+_MAX_NAMED = 1000  # skipped utterances that are remembered by name
+_HOPELESS = 3  # batches in a row without one readable utterance
+
+
+class TextEncoder(Protocol):
+    """A tokenizer, as training needs it."""
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text. Raises UsageError where it cannot be spelt."""
+        ...
+
+
+class Augment(Protocol):
+    """Changes to recordings that make a model robust. Called in processes that read."""
+
+    @property
+    def speeds(self) -> Sequence[float]:
+        """Each utterance is played at one of these; its length changes with it."""
+        ...
+
+    def __call__(self, samples: np.ndarray, speed: float, random: np.random.Generator) -> np.ndarray:
+        """float32 (samples,) at 16 kHz to about samples / speed of them. All chance comes from ``random``."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Skipped:
+    """An utterance that could not be used, and why."""
+
+    id: str
+    audio: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Utterances of similar length. Tensors lie on the CPU until ``to``; B rows, S samples, L tokens."""
+
+    waveforms: Tensor
+    """float32 (B, S), 16 kHz, zeros beyond ``lengths``."""
+    lengths: Tensor
+    """int64 (B,), samples."""
+    targets: Tensor
+    """int64 (B, L), token ids, ``IGNORED`` beyond ``target_lengths``."""
+    target_lengths: Tensor
+    """int64 (B,)."""
+    weights: Tensor
+    """float32 (B,): 1, or 0 for a row that only fills the shape up."""
+    ids: tuple[str, ...]
+    texts: tuple[str, ...]
+    speakers: tuple[str | None, ...]
+    epoch: int
+    bucket: int
+    """All batches with the same bucket have the same S."""
+    ends_step: bool
+    """Whether this is the last of the ``accumulate`` batches of a step."""
+    ends_epoch: bool
+    skipped: tuple[Skipped, ...]
+    """Utterances of this batch that could not be used."""
+    state: Mapping[str, Any]
+    """``TrainingData.state_dict()`` once this batch is done."""
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of audio, without padding and fillers."""
+        return float((self.lengths * self.weights).sum()) / SAMPLE_RATE
+
+    @property
+    def padded_seconds(self) -> float:
+        """Seconds that a network computes."""
+        return self.waveforms.numel() / SAMPLE_RATE
+
+    def to(self, device: torch.device | str, *, non_blocking: bool = True) -> Batch:
+        """The batch with its tensors on ``device``."""
+        return replace(self, **{n: t.to(device, non_blocking=non_blocking) for n, t in self._tensors().items()})
+
+    def pin_memory(self) -> Batch:
+        """The batch with its tensors where a GPU can fetch them by itself."""
+        return replace(self, **{name: tensor.pin_memory() for name, tensor in self._tensors().items()})
+
+    def rows(self, start: int, stop: int) -> Batch:
+        """A batch of some of the rows, such as half of them where memory ran out."""
+        parts: dict[str, Any] = {name: tensor[start:stop] for name, tensor in self._tensors().items()}
+        names = {name: getattr(self, name)[start:stop] for name in ("ids", "texts", "speakers")}
+        return replace(self, **parts, **names)
+
+    def _tensors(self) -> dict[str, Tensor]:
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: value for name, value in values.items() if isinstance(value, Tensor)}
+
+
+class TrainingData:
+    """The batches of one rank. A loop over it gives what is left of the epoch; the next loop is the next epoch.
+
+    Args:
+        manifest: lhotse CutSets (``.jsonl.gz``, ``.jsonl``), or a ``Manifest``.
+        tokenizer: text to token ids.
+        budget_seconds: most seconds of one batch, padding included.
+        augment: changes to the recordings; None leaves them as they are.
+        world_size, rank, seed, accumulate, buckets, max_rows, shuffle, drop_last: see ``BucketSampler``.
+        workers: processes that read ahead; 0 reads in the loop itself.
+        prefetch: batches that each of them reads ahead.
+        pin_memory: None: where there is a GPU.
+
+    Raises UsageError for a manifest or options that make no sense and, while reading, where nothing can be used.
+    """
+
+    def __init__(
+        self,
+        manifest: str | Path | Sequence[str | Path] | Manifest,
+        tokenizer: TextEncoder,
+        *,
+        budget_seconds: float,
+        augment: Augment | None = None,
+        world_size: int = 1,
+        rank: int = 0,
+        seed: int = 0,
+        accumulate: int = 1,
+        buckets: int = 12,
+        max_rows: int | None = None,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        workers: int = 0,
+        prefetch: int = 2,
+        pin_memory: bool | None = None,
+    ) -> None:
+        if not isinstance(manifest, Manifest):
+            manifest = Manifest(*([manifest] if isinstance(manifest, str | Path) else manifest))
+        self.manifest = manifest
+        self.sampler = BucketSampler(
+            manifest.durations,
+            budget_seconds,
+            world_size,
+            rank,
+            seed,
+            accumulate=accumulate,
+            buckets=buckets,
+            max_rows=max_rows,
+            speeds=(1.0,) if augment is None else augment.speeds,
+            keys=manifest.keys,
+            shuffle=shuffle,
+            drop_last=drop_last,
+        )
+        self.skipped: dict[str, Skipped] = {}
+        """By id, at most a thousand; ``skipped_count`` counts all, each time anew."""
+        self.skipped_count = 0
+        self._reader = _Reader(manifest, tokenizer, augment, seed)
+        self._workers, self._prefetch = workers, prefetch
+        self._pin = torch.cuda.is_available() if pin_memory is None else pin_memory
+        self._state = self.sampler.state_dict()
+        self._batches: Iterator[Batch] | None = None
+        self._hopeless = 0
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that the next batch belongs to, from 0."""
+        return int(self._state["epoch"])
+
+    def steps(self, epoch: int = 0) -> int:
+        """How many steps an epoch has."""
+        return self.sampler.steps(epoch)
+
+    def __iter__(self) -> Iterator[Batch]:
+        while True:
+            if self._batches is None:
+                self._batches = iter(self._loader())
+            batch = self._next(self._batches)
+            self._state = batch.state
+            self._note(batch)
+            yield batch
+            if batch.ends_epoch:
+                return
+
+    def trial_batches(self) -> Iterator[Batch]:
+        """One full batch of each shape, the longest first: to find out what fits, and to compile. Changes no state."""
+        for plan in self.sampler.trial_plans():
+            yield self._reader[plan]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the batch after the one last yielded comes from. The same on every rank; what was read ahead is not
+        counted as done."""
+        return dict(self._state)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there, on another number of ranks or with another budget perhaps; see ``BucketSampler``."""
+        self.close()
+        self.sampler.load_state_dict(state)
+        self._state = self.sampler.state_dict()
+
+    def close(self) -> None:
+        """End the processes that read ahead. A loop afterwards starts new ones, and misses nothing."""
+        if self._batches is not None:
+            self._batches = None
+            self.sampler.load_state_dict(self._state)
+
+    def _loader(self) -> DataLoader[Batch]:
+        return DataLoader(
+            self._reader,
+            sampler=self.sampler,  # pyright: ignore[reportArgumentType]  # any iterable will do
+            batch_size=None,
+            num_workers=self._workers,
+            prefetch_factor=self._prefetch if self._workers else None,
+            pin_memory=self._pin,
+            collate_fn=_same,
+            worker_init_fn=_start_worker,
+            # Forked: the manifest is shared, and nobody's script is run a second time.
+            multiprocessing_context="fork" if self._workers else None,
+            generator=torch.Generator(),  # the loader draws a number; the model's chance must not notice
+        )
+
+    def _next(self, batches: Iterator[Batch]) -> Batch:
+        try:
+            return next(batches)
+        except RuntimeError as error:
+            if "DataLoader worker" not in str(error):
+                raise
+            raise StapesError(
+                f"A process that reads audio died ({error}): memory or /dev/shm ran out; use fewer workers, or give a "
+                "container more of it (--shm-size)"
+            ) from error
+
+    def _note(self, batch: Batch) -> None:
+        self.skipped_count += len(batch.skipped)
+        for each in batch.skipped:
+            if len(self.skipped) < _MAX_NAMED:
+                self.skipped[each.id] = each
+        self._hopeless = self._hopeless + 1 if len(batch.skipped) >= len(batch) else 0
+        if self._hopeless == _HOPELESS:
+            raise UsageError(
+                f"{_HOPELESS} batches in a row without one usable utterance; the last: {batch.skipped[-1].reason}"
+            )
+
+
+class _Reader(Dataset[Batch]):
+    """Reads what a plan says. Lives in the processes that read; shares nothing that changes."""
+
+    def __init__(self, manifest: Manifest, tokenizer: TextEncoder, augment: Augment | None, seed: int) -> None:
+        self._manifest, self._tokenizer, self._augment, self._seed = manifest, tokenizer, augment, seed
+
+    def __getitem__(self, plan: BatchPlan) -> Batch:
+        rows, samples = len(plan.indices), plan.samples
+        waveforms = torch.zeros(rows, samples)
+        utterances = [self._manifest[int(index)] for index in plan.indices]
+        targets: list[list[int]] = [[] for _ in utterances]
+        lengths = np.zeros(rows, np.int64)
+        weights = plan.weights.copy()
+        skipped = []
+        for row in np.flatnonzero(weights):
+            utterance = utterances[row]
+            try:
+                targets[row] = self._tokenizer.encode(utterance.text)
+                read = self._read(utterance, int(plan.indices[row]), plan.epoch, float(plan.speeds[row]))[:samples]
+            except StapesError as error:
+                weights[row] = 0
+                skipped.append(Skipped(utterance.id, utterance.audio, str(error)))
+                continue
+            lengths[row] = len(read)
+            waveforms[row, : len(read)] = torch.from_numpy(read)
+        used = np.flatnonzero(weights)
+        for number, row in enumerate(np.flatnonzero(weights == 0)):
+            if not len(used):  # silence, in which nothing is said
+                lengths[row], targets[row] = samples, []
+                continue
+            other = used[number % len(used)]
+            waveforms[row], lengths[row], targets[row] = waveforms[other], lengths[other], targets[other]
+            utterances[row] = utterances[other]
+        return Batch(
+            waveforms=waveforms,
+            lengths=torch.from_numpy(lengths),
+            targets=_pad(targets),
+            target_lengths=torch.tensor([len(ids) for ids in targets]),
+            weights=torch.from_numpy(weights),
+            ids=tuple(utterance.id for utterance in utterances),
+            texts=tuple(utterance.text for utterance in utterances),
+            speakers=tuple(utterance.speaker for utterance in utterances),
+            epoch=plan.epoch,
+            bucket=plan.bucket,
+            ends_step=plan.ends_step,
+            ends_epoch=plan.ends_epoch,
+            skipped=tuple(skipped),
+            state=plan.state,
+        )
+
+    def _read(self, utterance: Utterance, number: int, epoch: int, speed: float) -> np.ndarray:
+        samples = read_utterance(utterance)
+        if self._augment is None:
+            return samples
+        random = generator(self._seed, epoch, int(self._manifest.keys[number]))
+        return self._augment(samples, speed, random)
+
+
+def read_utterance(utterance: Utterance) -> np.ndarray:
+    """Its samples, float32 (samples,) at 16 kHz.
+
+    Raises AudioError where it cannot be read or is shorter than the manifest says.
+    """
+    samples = read_audio(
+        utterance.audio,
+        start=utterance.start,
+        end=utterance.start + utterance.duration,
+        channels="mix" if utterance.channel is None else str(utterance.channel + 1),
+    )[0]
+    if len(samples) < _SHORT * utterance.duration * SAMPLE_RATE:
+        raise AudioError(
+            f"{utterance.audio} has {len(samples) / SAMPLE_RATE:.2f} s of the {utterance.duration:.2f} s that the "
+            "manifest promises: fetch it again, or prepare the corpus again"
+        )
+    return samples
+
+
+def _pad(targets: Sequence[Sequence[int]]) -> Tensor:
+    longest = max(1, *map(len, targets)) if targets else 1
+    padded = np.full((len(targets), -(-longest // _TARGET_MULTIPLE) * _TARGET_MULTIPLE), IGNORED, np.int64)
+    for row, ids in enumerate(targets):
+        padded[row, : len(ids)] = ids
+    return torch.from_numpy(padded)
+
+
+def _same(batch: Batch) -> Batch:
+    return batch
+
+
+def _start_worker(number: int) -> None:
+    """Ctrl-C is the main process's business: it ends the others, by SIGTERM."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)

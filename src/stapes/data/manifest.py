@@ -1,0 +1,138 @@
+"""A manifest of any size in constant memory: lhotse's cuts, read once, then looked up by number.
+
+Reading goes through the file once and keeps of each cut what training needs, in a temporary file that is mapped into
+memory: the system may drop its pages at any time, and processes that are forked share them.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import mmap
+import tempfile
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+import numpy as np
+
+from stapes.data.seeds import key_of
+from stapes.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class Utterance:
+    """A recording, or a part of one, and what is said in it. Seconds."""
+
+    id: str
+    audio: str
+    start: float
+    duration: float
+    text: str
+    speaker: str | None = None
+    language: str | None = None
+    channel: int | None = None
+    """From 0; None: the recording has one channel."""
+    whole: bool = True
+    """Whether it is the whole recording."""
+
+
+class Manifest:
+    """The utterances of one or several lhotse CutSets (``.jsonl`` or ``.jsonl.gz``), by number.
+
+    Attributes:
+        durations: seconds of each, float64 (n,).
+        keys: what stands for each one's id in hashes, uint64 (n,).
+
+    Raises UsageError for a file that is missing, damaged, empty, or holds something else than cuts of single files.
+    """
+
+    def __init__(self, *paths: str | Path) -> None:
+        self.paths = tuple(Path(path) for path in paths)
+        durations, keys, ends = array("d"), array("Q"), array("q", [0])
+        with tempfile.TemporaryFile(prefix="stapes-manifest-") as file:
+            for path in self.paths:
+                for utterance in read_cuts(path):
+                    durations.append(utterance.duration)
+                    keys.append(key_of(utterance.id))
+                    ends.append(ends[-1] + file.write(_pack(utterance)))
+            if not durations:
+                raise UsageError(f"{' '.join(map(str, self.paths))}: no utterances; prepare the corpus again")
+            file.flush()
+            self._records = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        self.durations = np.frombuffer(durations, np.float64)
+        self.keys = np.frombuffer(keys, np.uint64)
+        self._ends = np.frombuffer(ends, np.int64)
+
+    def __len__(self) -> int:
+        return len(self.durations)
+
+    def __getitem__(self, number: int) -> Utterance:
+        return Utterance(*json.loads(self._records[self._ends[number] : self._ends[number + 1]]))
+
+    def __iter__(self) -> Iterator[Utterance]:
+        return (self[number] for number in range(len(self)))
+
+
+def read_cuts(path: Path) -> Iterator[Utterance]:
+    """The cuts of a lhotse CutSet, one after another. Raises UsageError as ``Manifest`` does."""
+    try:
+        with open_text(path) as file:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    yield _utterance(line, path, number)
+    except (OSError, EOFError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path} cannot be read ({error}): name a .jsonl or .jsonl.gz of cuts") from None
+
+
+def open_text(path: Path) -> TextIO:
+    """A text file, gzipped or not, by its name."""
+    if path.suffix.lower() == ".gz":
+        return gzip.open(path, "rt", encoding="utf-8-sig", newline="")  # pyright: ignore[reportReturnType]
+    return path.open(encoding="utf-8-sig", newline="")
+
+
+def _pack(utterance: Utterance) -> bytes:
+    values = [getattr(utterance, name) for name in Utterance.__slots__]
+    return json.dumps(values, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")
+
+
+def _utterance(line: str, path: Path, number: int) -> Utterance:
+    where = f"{path}, line {number}"
+    try:
+        cut: dict[str, Any] = json.loads(line)
+        recording = cut["recording"]
+        (source,) = [each for each in recording["sources"] if _has_channel(each, cut.get("channel", 0))]
+        if source["type"] != "file":
+            raise ValueError
+        said = sorted(cut.get("supervisions") or [], key=lambda each: each.get("start", 0.0))
+        audio = Path(source["source"])
+        # lhotse means relative paths from where the program runs; manifests that travel, from their own folder.
+        if not audio.is_absolute() and (path.parent / audio).exists():
+            audio = path.parent / audio
+        start, duration = float(cut["start"]), float(cut["duration"])
+        speakers = {each.get("speaker") for each in said}
+        languages = {each.get("language") for each in said}
+        channels = source.get("channels") or [0]
+        return Utterance(
+            id=str(cut["id"]),
+            audio=str(audio),
+            start=start,
+            duration=duration,
+            text=" ".join(each.get("text") or "" for each in said).strip(),
+            speaker=speakers.pop() if len(speakers) == 1 else None,
+            language=languages.pop() if len(languages) == 1 else None,
+            channel=channels.index(cut.get("channel", 0)) if len(channels) > 1 else None,
+            whole=start == 0.0 and duration >= recording["duration"] - 1e-3,
+        )
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise UsageError(
+            f"{where} is no cut of one channel of a file: make the manifest with `stapes prepare`, or write mixed and "
+            "padded cuts to files with lhotse's `save_audios` first"
+        ) from None
+
+
+def _has_channel(source: dict[str, Any], channel: int) -> bool:
+    return channel in (source.get("channels") or [0])
