@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from stapes.audio.features import FFT_SIZE, HOP, log_mel_spectrogram, mel_filters
-from stapes.kernels import dft_mel, log_mel
-from stapes.kernels.dft_mel import launch_dft_mel, prepare_tables
+from stapes.kernels import log_mel
 from stapes.kernels.log_mel import launch_log_mel, log_mel_reference, prepare_filters
 from stapes.kernels.spectrum import launch_frames, spectrum_reference
 
@@ -20,7 +19,6 @@ WINDOW = torch.hann_window(FFT_SIZE)
 MEL_TILES = [replace(log_mel.TILES["cdna"], way=way) for way in ("fp32", "bf16x3", "tf32x3")] + [
     replace(log_mel.TILES["rdna2"], way="bf16x3", filters=64)
 ]
-DFT_TILES = [dft_mel.Tile(64, 64, 32, 4, "bf16x3"), dft_mel.Tile(32, 32, 64, 4, "fp32")]
 
 
 def sounds(samples: int) -> torch.Tensor:
@@ -69,14 +67,6 @@ def test_log_mel(bins, tile):
     assert torch.equal(alone[0], found[1])
 
 
-@pytest.mark.parametrize("bins", [80, 128])
-@pytest.mark.parametrize("tile", DFT_TILES, ids=str)
-def test_sound_to_log_mel_by_products(bins, tile):
-    pcm = sounds(16_000)
-    found = launch_dft_mel(pcm, prepare_tables(mel_filters(bins), WINDOW, HOP, CPU, tile))
-    assert (found - wanted(pcm, bins)).abs().max() < 1e-4
-
-
 def test_the_floor_touches_nothing_above_it():
     values = torch.rand(2, 20, 50) * 4 - 3
     tiles = values.split(16, dim=2)
@@ -89,18 +79,6 @@ def test_the_floor_touches_nothing_above_it():
     found = values.clone()
     log_mel.launch_floor(found, extremes, 16)
     assert torch.equal(found, torch.maximum(values, values.amax(dim=(1, 2), keepdim=True) - 2.0))
-
-
-def test_products_want_a_window_and_filters_that_they_can_fold():
-    for window, filters in (
-        (torch.hann_window(512), mel_filters(80)),
-        (torch.linspace(0, 1, 400), mel_filters(80)),
-        (torch.hamming_window(400), mel_filters(80)),
-        (WINDOW, torch.ones(80, 201)),
-        (WINDOW, torch.zeros(129, 201)),
-    ):
-        with pytest.raises(ValueError, match="the kernel wants"):
-            prepare_tables(filters, window, HOP, CPU)
 
 
 @pytest.mark.parametrize("bins", [80, 128])
@@ -128,7 +106,7 @@ def test_the_benchmark_measures_and_compares_every_row(monkeypatch):
         Device(CPU, "cpu", "CPU", None), kernels=["log_mel", "frames"], windows=2, rounds=3, command=["stapes"]
     )
     rows = list(run.rows())
-    assert {row.case["kernel"] for row in rows} >= {"log_mel", "sound → log_mel, FFT", "sound → log_mel, products"}
+    assert {row.case["kernel"] for row in rows} >= {"log_mel", "sound → log_mel"}
     for row in rows:
         assert row.case["problem"] is None
         assert row.ours.figures["gb_s"] == pytest.approx(row.case["bytes"] / 2e-3 / 1e9)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from stapes.audio.features import FFT_SIZE, HOP, SAMPLE_RATE, WINDOW_SAMPLES, log_mel_spectrogram, mel_filters
-from stapes.kernels import dft_mel, log_mel
+from stapes.kernels import log_mel
 from stapes.kernels.spectrum import launch_frames, spectrum_reference
 
 
@@ -46,10 +46,7 @@ def kernel_cases(device: torch.device, windows: int = 64, sweep: bool = False) -
         for tile in (None, *(log_mel.CANDIDATES if sweep else ())):
             options = str(tile) if tile else ""
             yield KernelCase("log_mel", shape, partial(_log_mel, device, windows, bins, tile), options)
-        yield KernelCase("sound → log_mel, FFT", shape, partial(_by_fft, device, windows, bins))
-        for tile in (None, *(dft_mel.CANDIDATES if sweep else ())):
-            options = str(tile) if tile else ""
-            yield KernelCase("sound → log_mel, products", shape, partial(_by_dft, device, windows, bins, tile), options)
+        yield KernelCase("sound → log_mel", shape, partial(_features, device, windows, bins))
     yield KernelCase("frames", half_minutes, partial(_frames, device, windows))
     yield KernelCase("frames, FFT", half_minutes, partial(_spectrum, device, windows))
 
@@ -88,17 +85,10 @@ def _log_mel(device: torch.device, windows: int, bins: int, tile: log_mel.Tile |
     )
 
 
-def _by_fft(device: torch.device, windows: int, bins: int) -> Prepared:
+def _features(device: torch.device, windows: int, bins: int) -> Prepared:
     pcm = sound(windows, device)
     moved = 4 * pcm.numel() + _feature_bytes(windows, bins)
     return Prepared(lambda: log_mel_spectrogram(pcm, bins), lambda: _features_of(pcm, bins), moved, 1e-4)
-
-
-def _by_dft(device: torch.device, windows: int, bins: int, tile: dft_mel.Tile | None) -> Prepared:
-    pcm = sound(windows, device)
-    tables = dft_mel.prepare_tables(mel_filters(bins), _window(device), HOP, device, tile)
-    moved = 4 * pcm.numel() + _feature_bytes(windows, bins)
-    return Prepared(lambda: dft_mel.launch_dft_mel(pcm, tables), lambda: _features_of(pcm, bins), moved, 1e-4)
 
 
 def _frames(device: torch.device, windows: int) -> Prepared:

@@ -225,7 +225,7 @@ class GpuLane(Lane):
     def _capture(self, rows: int, blank: Tensor) -> torch.cuda.CUDAGraph:
         """Record a step. A first run, which compiles kernels, is undone: it would write a token."""
         kept = [(each, each[:rows].clone()) for each in self._row_tensors()]
-        stream = torch.cuda.Stream(self.device)
+        stream = torch.cuda.Stream(self.device, priority=-1)
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
             self._advance(rows, blank)

@@ -380,7 +380,7 @@ def _cross_tile(dtype: torch.dtype, quantized: bool, target: Target | None) -> t
         # RDNA multiplies fp32 without matrix instructions, out of registers.
         return (16, 8, 1) if target is not None and target.family.startswith("rdna") else (32, 4, 1)
     if target is None or not target.is_amd:
-        return (128, 4, 3) if quantized else (128, 2, 2)
+        return (128, 2, 3) if quantized else (128, 2, 2)
     if target.family == "cdna":
         # Each lane fetches 32 bytes of the next keys while it works on these, and 16 waves share a compute unit. Twice
         # the keys cost twice the registers and LDS: a quarter of the waves.

@@ -53,17 +53,19 @@ TILES: Mapping[str, Tile] = {
     "rdna2": Tile(32, 16, 16, 4, "fp32"),
     "rdna3": Tile(32, 32, 16, 4, "bf16x3"),
     "rdna4": Tile(32, 32, 16, 4, "bf16x3"),
-    "cuda": Tile(64, 32, 32, 4, "tf32x3", 3),
+    "cuda": Tile(64, 32, 16, 4, "bf16x3", 4),
 }
 CANDIDATES = (
-    Tile(32, 32, 32, 4, "tf32x3", 3),
-    Tile(64, 32, 32, 4, "bf16x3", 3),
-    Tile(32, 32, 32, 4, "bf16x3", 4),
-    Tile(64, 32, 16, 4, "bf16x3", 4),
-    Tile(64, 16, 16, 4, "bf16x3", 3),
-    Tile(128, 32, 32, 8, "bf16x3", 3),
-    Tile(64, 64, 64, 8, "bf16x3", 2),
-    Tile(64, 32, 32, 8, "fp32", 3),
+    Tile(64, 32, 32, 4, "tf32x3", 3),
+    Tile(64, 32, 16, 4, "tf32x3", 4),
+    Tile(64, 32, 16, 4, "bf16x3", 3),
+    Tile(64, 32, 16, 4, "bf16x3", 6),
+    Tile(64, 32, 16, 2, "bf16x3", 4),
+    Tile(64, 16, 16, 4, "bf16x3", 5),
+    Tile(32, 32, 16, 4, "bf16x3", 4),
+    Tile(32, 32, 16, 2, "bf16x3", 5),
+    Tile(128, 32, 16, 4, "bf16x3", 4),
+    Tile(128, 32, 16, 8, "bf16x3", 3),
 )
 """Other tiles, for `stapes bench kernels --sweep` to try on the device that it runs on."""
 
@@ -149,8 +151,7 @@ def launch_floor(out: Tensor, extremes: Tensor, tile_frames: int) -> None:
     """
     windows, bins, frames = out.shape
     tiles = extremes.shape[-1]
-    rows = 16
-    _floor[(tiles, -(-bins // rows), windows)](
+    _floor[(tiles, windows)](
         out,
         extremes[0],
         extremes[1],
@@ -158,7 +159,7 @@ def launch_floor(out: Tensor, extremes: Tensor, tile_frames: int) -> None:
         bins,
         tiles,
         FRAMES=tile_frames,
-        ROWS=rows,
+        ROWS=16,
         TILES=max(16, 1 << (tiles - 1).bit_length()),
         num_warps=4,
     )
@@ -205,18 +206,19 @@ def _floor(
     out_ptr, least_ptr, greatest_ptr, frames, bins, tiles,
     FRAMES: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """Some rows of one tile: what is under the floor of the window is raised to it."""
-    tile, window = tl.program_id(0), tl.program_id(2)
+    """One tile: what is under the floor of the window is raised to it."""
+    tile, window = tl.program_id(0), tl.program_id(1)
     every = tl.arange(0, TILES)
     greatest = tl.load(greatest_ptr + window * tiles + every, mask=every < tiles, other=float("-inf"))
     floor = tl.max(greatest) - 2.0  # 8 in log10
     if tl.load(least_ptr + window * tiles + tile) < floor:
         t = tile * FRAMES + tl.arange(0, FRAMES)
-        m = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-        at = out_ptr + window.to(tl.int64) * bins * frames + m[:, None] * frames + t[None, :]
-        is_value = (m < bins)[:, None] & (t < frames)[None, :]
-        value = tl.load(at, mask=is_value, other=float("inf"))
-        tl.store(at, tl.zeros_like(value) + floor, mask=value < floor)
+        rows_ptr = out_ptr + window.to(tl.int64) * bins * frames + t[None, :]
+        for first in range(0, bins, ROWS):
+            m = first + tl.arange(0, ROWS)
+            at = rows_ptr + m[:, None] * frames
+            value = tl.load(at, mask=(m < bins)[:, None] & (t < frames)[None, :], other=float("inf"))
+            tl.store(at, tl.zeros_like(value) + floor, mask=value < floor)
 
 
 def compile_cases(target: Target) -> list[CompileCase]:
