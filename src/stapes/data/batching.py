@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, Dataset
 from stapes.audio.decode import SAMPLE_RATE, read_audio
 from stapes.data.buckets import BatchPlan, Bucket, BucketSampler
 from stapes.data.manifest import Manifest, Utterance
-from stapes.data.seeds import generator
+from stapes.data.seeds import generator, mix_keys
 from stapes.errors import AudioError, StapesError, UsageError
 
 __all__ = [
@@ -94,6 +94,8 @@ class Batch:
     """int64 (B,)."""
     weights: Tensor
     """float32 (B,): 1, or 0 for a row that only fills the shape up."""
+    keys: Tensor
+    """int64 (B,): what chance is made of for this utterance in this epoch; see ``masking``."""
     ids: tuple[str, ...]
     texts: tuple[str, ...]
     speakers: tuple[str | None, ...]
@@ -295,6 +297,7 @@ class _Reader(Dataset[Batch]):
         targets: list[list[int]] = [[] for _ in utterances]
         lengths = np.zeros(rows, np.int64)
         weights = plan.weights.copy()
+        keys = mix_keys(self._manifest.keys[plan.indices], self._seed, plan.epoch).view(np.int64)
         skipped = []
         for row in np.flatnonzero(weights):
             utterance = utterances[row]
@@ -314,13 +317,14 @@ class _Reader(Dataset[Batch]):
                 continue
             other = used[number % len(used)]
             waveforms[row], lengths[row], targets[row] = waveforms[other], lengths[other], targets[other]
-            utterances[row] = utterances[other]
+            utterances[row], keys[row] = utterances[other], keys[other]
         return Batch(
             waveforms=waveforms,
             lengths=torch.from_numpy(lengths),
             targets=_pad(targets),
             target_lengths=torch.tensor([len(ids) for ids in targets]),
             weights=torch.from_numpy(weights),
+            keys=torch.from_numpy(keys),
             ids=tuple(utterance.id for utterance in utterances),
             texts=tuple(utterance.text for utterance in utterances),
             speakers=tuple(utterance.speaker for utterance in utterances),
