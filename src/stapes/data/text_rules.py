@@ -15,18 +15,23 @@ from stapes.errors import UsageError
 NormalizeName = Literal["basic", "none"]
 CaseName = Literal["auto", "lower", "upper", "keep"]
 
-# Noises and remarks: <unk>, [NOISE], {breath}, (inaudible). Stars, brackets or braces never hold words that were said.
+# Noises and remarks: <unk>, [NOISE], {breath}. Such brackets never hold words that were said.
 _REMARKS = re.compile(r"<[^<>]*>|\[[^\[\]]*\]|\{[^{}]*\}")
-_SPLIT_CLITIC = re.compile(r"(?<=\w) (?='(?:s|t|re|ve|ll|d|m|em)\b)", re.IGNORECASE)  # TED-LIUM writes "it 's"
-_APOSTROPHES = str.maketrans({c: "'" for c in "’‘ʼʹʻ＇`´′ʾʿꞌ\u02bd"})
-_APOSTROPHE = re.compile(r"(?<![\w'\u0300-\u036f])'+|'+(?![\w'])")  # a quotation mark, not within a word
-# Characters that shape letters in these scripts: the rest of category Cf says nothing.
-_JOINERS = {"\u200c", "\u200d"}
-_TURKIC = {"tr", "az", "tt", "crh", "kk"}
-# Marks of the middle of words that Unicode counts as punctuation, by language.
-_WITHIN_WORDS = {"ca": "·", "oc": "·", "ar": "", "he": "\u05f3\u05f4", "hy": "", "th": "ฯ", "dv": ""}
-_ARABIC = {"ar", "fa", "ur", "ug", "ps", "ckb", "sd"}
-_TATWEEL = "\u0640"  # stretches a letter for the eye
+_SPLIT_CLITIC = re.compile(r"(?<=\w) (?='(?:s|t|re|ve|ll|d|m)\b)", re.IGNORECASE)  # TED-LIUM writes "it 's"
+_APOSTROPHES = str.maketrans(dict.fromkeys("’‘ʼʽʹʻ＇`´′ʾʿꞌ", "'"))
+_QUOTING_APOSTROPHE = re.compile(r"(?<![\w'])'+|'+(?![\w'])")
+_LONE_APOSTROPHE = re.compile(r"(?<!\S)'+(?!\S)")
+# Where words may begin or end with one: Maltese ta', Italian po', Uzbek bog', the Hawaiian okina.
+_EDGE_APOSTROPHES = {"mt", "it", "uz", "haw", "ha"}
+# Characters that shape the letters of some scripts: the rest of category Cf says nothing.
+_JOINERS = "\u200c\u200d"
+# Marks in the middle of words that Unicode counts as punctuation: Catalan's l·l, Hebrew's geresh and gershayim, Thai's
+# sign of abbreviation.
+_WITHIN_WORDS = {"ca": "·", "oc": "·", "he": "\u05f3\u05f4", "th": "\u0e2f"}
+_DOTLESS = {"tr", "az", "crh"}  # I is the capital of ı
+_TATWEEL = "\u0640"  # stretches an Arabic letter for the eye
+# NFKC takes these vowels of Thai and Lao apart, which no text does.
+_WHOLE_VOWELS = (("\u0e4d\u0e32", "\u0e33"), ("\u0ecd\u0eb2", "\u0eb3"))
 
 
 def normalize_text(text: str, name: str, language: str | None = None, case: str = "auto") -> str:
@@ -55,29 +60,29 @@ def normalize_text(text: str, name: str, language: str | None = None, case: str 
 
 
 def _basic(text: str, language: str) -> str:
-    text = _REMARKS.sub(" ", unicodedata.normalize("NFKC", text)).translate(_APOSTROPHES)
-    kept = _WITHIN_WORDS.get(language, "") + "'"
-    if language in _ARABIC:
-        text = text.replace(_TATWEEL, "")
-    text = "".join(_spoken(character, kept) for character in text)
-    return _SPLIT_CLITIC.sub("", _APOSTROPHE.sub(" ", " ".join(text.split())).replace("  ", " "))
+    text = _REMARKS.sub(" ", unicodedata.normalize("NFKC", text)).translate(_APOSTROPHES).replace(_TATWEEL, "")
+    for apart, whole in _WHOLE_VOWELS:
+        text = text.replace(apart, whole)
+    kept = _WITHIN_WORDS.get(language, "") + "'" + _JOINERS
+    text = " ".join("".join(_spoken(character, kept) for character in text).split())
+    if language in ("", "en"):
+        text = _SPLIT_CLITIC.sub("", text)
+    return (_LONE_APOSTROPHE if language in _EDGE_APOSTROPHES else _QUOTING_APOSTROPHE).sub(" ", text)
 
 
 def _spoken(character: str, kept: str) -> str:
-    if character in kept or character in _JOINERS:
-        return character
+    """The character where it belongs to a word, a space where it separates words, nothing where it does neither."""
     category = unicodedata.category(character)
-    if category[0] in "LMN":
+    if character in kept or category[0] in "LMN":
         return character
-    return "" if category in {"Cf", "Cc", "Cs", "Co", "Cn"} and not character.isspace() else " "
+    return "" if category == "Cf" else " "
 
 
 def _lower(text: str, language: str) -> str:
-    if language in _TURKIC:
-        text = text.replace("İ", "i").replace("I", "ı")
-    # İ in lower case is two characters elsewhere, of which the dot says nothing.
-    return text.replace("İ", "i").lower()
+    if language in _DOTLESS:
+        text = text.replace("I", "ı")
+    return text.replace("İ", "i").lower()  # which would be i and a dot above it
 
 
 def _upper(text: str, language: str) -> str:
-    return (text.replace("i", "İ") if language in _TURKIC else text).upper()
+    return (text.replace("i", "İ") if language in _DOTLESS else text).upper()
