@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import av
@@ -18,50 +17,13 @@ import numpy as np
 import soxr
 
 from stapes.audio.decode import SAMPLE_RATE, open_audio, read_audio
+from stapes.data.options import AugmentOptions
 from stapes.errors import AudioError, UsageError
 
 _AUDIO_SUFFIXES = frozenset({".wav", ".flac", ".ogg", ".opus", ".mp3", ".m4a", ".aac", ".wv", ".aiff", ".sph"})
 _QUIET = 1e-10  # mean square below which there is nothing to scale: −100 dBFS
 _CACHE_BYTES = 128 << 20  # of decoded noise that a process keeps; longer files are read in parts, each time
 _LONG_SECONDS = 600.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class AugmentOptions:
-    """What may happen to a recording in training. Probabilities are per utterance and epoch."""
-
-    speeds: tuple[float, ...] = (0.9, 1.0, 1.1)
-    """Played at one of these speeds (Ko et al. 2015); 1 alone leaves it as it is."""
-
-    tempo_probability: float = 0.0
-    """How often only the tempo changes by that factor and the pitch stays."""
-
-    pitch_probability: float = 0.0
-    """How often the pitch is shifted."""
-
-    pitch_semitones: tuple[float, float] = (-2.0, 2.0)
-    """Range of the shift."""
-
-    rooms: tuple[str, ...] = ()
-    """Room impulse responses: files or folders."""
-
-    room_probability: float = 0.3
-    """How often a recording is put into a room."""
-
-    noises: tuple[str, ...] = ()
-    """Background noises: files or folders."""
-
-    noise_probability: float = 0.5
-    """How often noise is added."""
-
-    snr_db: tuple[float, float] = (5.0, 25.0)
-    """Range of the signal-to-noise ratio, in dB: mean power of the recording to that of the noise."""
-
-    gain_probability: float = 0.5
-    """How often the loudness changes."""
-
-    gain_db: tuple[float, float] = (-10.0, 6.0)
-    """Range of the change; what would exceed full scale is turned down to it."""
 
 
 class WaveformAugment:

@@ -23,11 +23,12 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from stapes.audio.decode import SAMPLE_RATE, read_audio
+from stapes.audio.decode import SAMPLE_RATE
 from stapes.data.buckets import BatchPlan, Bucket, BucketSampler
 from stapes.data.manifest import Manifest, Utterance
+from stapes.data.reading import read_promised
 from stapes.data.seeds import generator, mix_keys
-from stapes.errors import AudioError, StapesError, UsageError
+from stapes.errors import StapesError, UsageError
 
 __all__ = [
     "IGNORED",
@@ -45,7 +46,6 @@ IGNORED = -100
 """Fills ``Batch.targets`` up: what ``torch.nn.functional.cross_entropy`` ignores by default."""
 
 _TARGET_MULTIPLE = 16  # targets are padded to multiples of it: few shapes
-_SHORT = 0.9  # of the manifest's duration: a file with less is truncated
 _MAX_NAMED = 1000  # skipped utterances that are remembered by name
 _HOPELESS = 3  # batches in a row without one readable utterance
 
@@ -337,30 +337,11 @@ class _Reader(Dataset[Batch]):
         )
 
     def _read(self, utterance: Utterance, number: int, epoch: int, speed: float) -> np.ndarray:
-        samples = read_utterance(utterance)
+        samples = read_promised(utterance.audio, utterance.start, utterance.duration, utterance.channel)
         if self._augment is None:
             return samples
         random = generator(self._seed, epoch, int(self._manifest.keys[number]))
         return self._augment(samples, speed, random)
-
-
-def read_utterance(utterance: Utterance) -> np.ndarray:
-    """Its samples, float32 (samples,) at 16 kHz.
-
-    Raises AudioError where it cannot be read or is shorter than the manifest says.
-    """
-    samples = read_audio(
-        utterance.audio,
-        start=utterance.start,
-        end=utterance.start + utterance.duration,
-        channels="mix" if utterance.channel is None else str(utterance.channel + 1),
-    )[0]
-    if len(samples) < _SHORT * utterance.duration * SAMPLE_RATE:
-        raise AudioError(
-            f"{utterance.audio} has {len(samples) / SAMPLE_RATE:.2f} s of the {utterance.duration:.2f} s that the "
-            "manifest promises: fetch it again, or prepare the corpus again"
-        )
-    return samples
 
 
 def _pad(targets: Sequence[Sequence[int]]) -> Tensor:

@@ -34,9 +34,7 @@ class Utterance:
     speaker: str | None = None
     language: str | None = None
     channel: int | None = None
-    """From 0; None: the recording has one channel."""
-    whole: bool = True
-    """Whether it is the whole recording."""
+    """From 0; None: the only one, or the mean of all."""
 
 
 class Manifest:
@@ -116,6 +114,7 @@ def _utterance(line: str, path: Path, number: int) -> Utterance:
         speakers = {each.get("speaker") for each in said}
         languages = {each.get("language") for each in said}
         channels = source.get("channels") or [0]
+        mixed = len(channels) == 1 or (cut.get("custom") or {}).get("channels") == "mix"
         return Utterance(
             id=str(cut["id"]),
             audio=str(audio),
@@ -124,8 +123,7 @@ def _utterance(line: str, path: Path, number: int) -> Utterance:
             text=" ".join(each.get("text") or "" for each in said).strip(),
             speaker=speakers.pop() if len(speakers) == 1 else None,
             language=languages.pop() if len(languages) == 1 else None,
-            channel=channels.index(cut.get("channel", 0)) if len(channels) > 1 else None,
-            whole=start == 0.0 and duration >= recording["duration"] - 1e-3,
+            channel=None if mixed else channels.index(cut.get("channel", 0)),
         )
     except (ValueError, KeyError, TypeError, AttributeError):
         raise UsageError(

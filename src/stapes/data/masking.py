@@ -105,7 +105,7 @@ def span_mask(
     Starts are drawn without replacement among those from which a span of ``length`` fits into the row, as many as
     ``probability`` × row's length / ``length`` (rounded up or down by chance), but at least ``minimum``; spans may
     overlap, so that fewer positions than ``probability`` says are masked. These are the counts of Hugging Face's
-    ``_compute_mask_indices`` for a row without padding, but for the chance of rounding, which is one for all rows there.
+    ``_compute_mask_indices`` for a row without padding (its chance of rounding is one for all rows).
 
     lengths: (batch,) real positions of each row. keys: int64 (batch,).
     """
