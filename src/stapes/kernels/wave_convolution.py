@@ -1,0 +1,464 @@
+"""The parts of wav2vec 2.0's front end that no matrix product does: first convolution, norms, GELU, and moments.
+
+A batch is one long sequence of frames, the recordings behind each other, so that a convolution is one product of its
+weights with windows of frames, whatever the lengths are. These kernels write such windows: a frame that two windows see
+is written twice, which costs less than a pass of its own that copies it, and the product is a plain one, for which
+neither cuDNN nor MIOpen has to find or compile a kernel for every new length.
+
+Time is told in slots, a frame of the last convolution each: ``hop`` samples, and a fixed number of frames of every
+convolution before. `first_convolution` is told of every slot where its samples are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from stapes.kernels.jit import kernel, launch_or
+from stapes.kernels.targets import CompileCase, Target, target_of
+
+if TYPE_CHECKING:
+    import triton.language as tl
+
+_TRITON = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+
+
+@dataclass(frozen=True)
+class LayerNorm:
+    """Over the channels: gain and bias (channels,), float32."""
+
+    gain: Tensor
+    bias: Tensor
+    eps: float
+
+
+@dataclass(frozen=True)
+class ChannelNorm:
+    """A scale and a shift for each recording and channel, (recordings, channels), float32."""
+
+    scale: Tensor
+    shift: Tensor
+
+
+@dataclass(frozen=True)
+class Windows:
+    """What the next convolution sees: ``kernel`` frames, from every ``stride``-th on. The default is each frame."""
+
+    kernel: int = 1
+    stride: int = 1
+
+
+@dataclass(frozen=True)
+class FirstConvolution:
+    """weight: (kernel, channels), bias: (channels,), float32."""
+
+    weight: Tensor
+    bias: Tensor
+    stride: int
+    norm: LayerNorm | None
+    """None: a group norm, whose `ChannelNorm` comes with the batch."""
+
+
+def first_convolution(
+    samples: Tensor,
+    slots: Tensor,
+    affine: Tensor,
+    layer: FirstConvolution,
+    channel_norm: ChannelNorm | None,
+    frames: int,
+    windows: Windows,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Convolution, norm and GELU of ``frames`` frames in each slot.
+
+    samples: (count,), float32. slots: (3, slots), int32: where a slot's first sample is, how many samples from there
+    on belong to its recording (what is beyond is taken for 0), and which recording that is. affine (recordings, 2),
+    float32: a sample x is heard as (x + first) × second. Returns (windows, kernel × channels), the frames of a window
+    side by side; in the last windows, frames that would lie beyond the last slot are not written.
+    """
+    return launch_or(
+        "first_convolution",
+        samples.device,
+        lambda: _launch_first(samples, slots, affine, layer, channel_norm, frames, windows, dtype),
+        lambda: first_convolution_reference(samples, slots, affine, layer, channel_norm, frames, windows, dtype),
+    )
+
+
+def first_convolution_reference(
+    samples: Tensor,
+    slots: Tensor,
+    affine: Tensor,
+    layer: FirstConvolution,
+    channel_norm: ChannelNorm | None,
+    frames: int,
+    windows: Windows,
+    dtype: torch.dtype,
+) -> Tensor:
+    """`first_convolution` in plain PyTorch; what it does not write is 0 here."""
+    origin, limit, recording = slots.long()
+    kernel_size, channels = layer.weight.shape
+    steps = torch.arange(frames, device=samples.device)[:, None] * layer.stride
+    steps = steps + torch.arange(kernel_size, device=samples.device)
+    place = (origin[:, None, None] + steps).clamp(max=len(samples) - 1)
+    heard = samples[place].float().masked_fill(steps >= limit[:, None, None], 0.0)
+    shift, scale = affine[recording].unbind(1)
+    heard = (heard + shift[:, None, None]) * scale[:, None, None]
+    x = heard @ layer.weight + layer.bias  # (slots, frames, channels)
+    if layer.norm is not None:
+        x = F.layer_norm(x, (channels,), layer.norm.gain, layer.norm.bias, layer.norm.eps)
+    elif channel_norm is not None:
+        x = x * channel_norm.scale[recording][:, None] + channel_norm.shift[recording][:, None]
+    return _unfold(F.gelu(x).to(dtype).flatten(0, 1), windows)
+
+
+def activate(
+    x: Tensor, bias: Tensor, norm: LayerNorm | None, windows: Windows, *, after: LayerNorm | None = None
+) -> Tensor:
+    """What follows the product of a convolution: bias, layer norm, GELU, and ``after`` that another layer norm.
+
+    x: (frames, channels). bias: (channels,), float32. Returns windows as `first_convolution` does, in x's dtype.
+    """
+    return launch_or(
+        "activate",
+        x.device,
+        lambda: _launch_activate(x, bias, norm, windows, after),
+        lambda: activate_reference(x, bias, norm, windows, after=after),
+    )
+
+
+def activate_reference(
+    x: Tensor, bias: Tensor, norm: LayerNorm | None, windows: Windows, *, after: LayerNorm | None = None
+) -> Tensor:
+    """`activate` in plain PyTorch; what it does not write is 0 here."""
+    y = x.float() + bias
+    if norm is not None:
+        y = F.layer_norm(y, bias.shape, norm.gain, norm.bias, norm.eps)
+    y = F.gelu(y)
+    if after is not None:
+        y = F.layer_norm(y, bias.shape, after.gain, after.bias, after.eps)
+    return _unfold(y.to(x.dtype), windows)
+
+
+def moments(samples: Tensor, recordings: Tensor, longest: int, kernel_size: int, stride: int) -> Tensor:
+    """Sums over the windows of ``kernel_size`` samples, from every ``stride``-th on, that lie within a recording.
+
+    samples: (count,), float32. recordings: (2, recordings), int32: where each begins, and its samples, ``longest`` at
+    most. Returns (recordings, kernel + 1, kernel), float64: each sample of a window times each; last, each alone.
+    """
+    return launch_or(
+        "moments",
+        samples.device,
+        lambda: _launch_moments(samples, recordings, longest, kernel_size, stride),
+        lambda: moments_reference(samples, recordings, longest, kernel_size, stride),
+    )
+
+
+def moments_reference(samples: Tensor, recordings: Tensor, longest: int, kernel_size: int, stride: int) -> Tensor:
+    """`moments` in plain PyTorch."""
+    out = samples.new_zeros(recordings.shape[1], kernel_size + 1, kernel_size, dtype=torch.float64)
+    for sums, (begin, length) in zip(out, recordings.T.tolist(), strict=True):
+        if length >= kernel_size:
+            found = samples[begin : begin + length].double().unfold(0, kernel_size, stride)
+            sums[:-1], sums[-1] = found.T @ found, found.sum(0)
+    return out
+
+
+def _unfold(frames: Tensor, windows: Windows) -> Tensor:
+    count = len(frames) // windows.stride
+    padded = F.pad(frames, (0, 0, 0, max(0, windows.kernel - windows.stride)))
+    return padded.unfold(0, windows.kernel, windows.stride)[:count].transpose(1, 2).flatten(1)
+
+
+@kernel
+def gelu(x, EXACT: tl.constexpr):
+    """GELU; not exact, its tanh form by one exponential, 2 √(2/π) log₂e (x + 0.044715 x³): off by 0.0005 at most."""
+    if EXACT:
+        return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    return x / (1.0 + tl.exp2(-2.302208198 * (x + 0.044715 * x * x * x)))
+
+
+@kernel
+def _layer_norm(x, gain_ptr, bias_ptr, eps, channel, CHANNELS: tl.constexpr):
+    """x: (frames, block of channels), zeros behind the last channel."""
+    real = channel < CHANNELS
+    mean = tl.sum(x, 1) / CHANNELS
+    x = tl.where(real[None, :], x - mean[:, None], 0.0)
+    scale = tl.rsqrt(tl.sum(x * x, 1) / CHANNELS + eps)
+    gain = tl.load(gain_ptr + channel, mask=real, other=0.0)
+    bias = tl.load(bias_ptr + channel, mask=real, other=0.0)
+    return x * scale[:, None] * gain[None, :] + bias[None, :]
+
+
+@kernel
+def _store_windows(
+    out_ptr, y, frame, inside, channel, windows, CHANNELS: tl.constexpr, KERNEL: tl.constexpr, STRIDE: tl.constexpr
+):
+    """Each frame into every window that sees it."""
+    for back in tl.static_range((KERNEL + STRIDE - 1) // STRIDE):
+        window = frame // STRIDE - back
+        place = frame - window * STRIDE
+        kept = inside & (window >= 0) & (window < windows) & (place < KERNEL)
+        row = (window.to(tl.int64) * KERNEL + place) * CHANNELS
+        tl.store(
+            out_ptr + row[:, None] + channel[None, :],
+            y.to(out_ptr.dtype.element_ty),
+            mask=kept[:, None] & (channel < CHANNELS)[None, :],
+        )
+
+
+@kernel
+def _first_convolution(
+    samples_ptr, slots_ptr, affine_ptr, weight_ptr, bias_ptr, gain_ptr, shift_ptr, out_ptr, slots, windows, eps,
+    SLOT_FRAMES: tl.constexpr, CHANNELS: tl.constexpr, BLOCK: tl.constexpr, TAPS: tl.constexpr, STEP: tl.constexpr,
+    LAYER_NORM: tl.constexpr, KERNEL: tl.constexpr, STRIDE: tl.constexpr, FRAMES: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """Some frames of one slot, all channels; sums in float32."""
+    parts: tl.constexpr = (SLOT_FRAMES + FRAMES - 1) // FRAMES  # pyright: ignore[reportAssignmentType]
+    slot = tl.program_id(0) // parts
+    frame = (tl.program_id(0) % parts) * FRAMES + tl.arange(0, FRAMES)
+    channel = tl.arange(0, BLOCK)
+    real = channel < CHANNELS
+    origin = tl.load(slots_ptr + slot)
+    limit = tl.load(slots_ptr + slots + slot)
+    recording = tl.load(slots_ptr + 2 * slots + slot)
+    offset, factor = tl.load(affine_ptr + 2 * recording), tl.load(affine_ptr + 2 * recording + 1)
+    x = tl.zeros((FRAMES, BLOCK), tl.float32) + tl.load(bias_ptr + channel, mask=real, other=0.0)[None, :]
+    for tap in tl.static_range(TAPS):
+        at = frame * STEP + tap
+        heard = tl.load(samples_ptr + origin + at, mask=at < limit, other=0.0).to(tl.float32)
+        weight = tl.load(weight_ptr + tap * CHANNELS + channel, mask=real, other=0.0)
+        x += ((heard + offset) * factor)[:, None] * weight[None, :]
+    if LAYER_NORM:
+        x = _layer_norm(x, gain_ptr, shift_ptr, eps, channel, CHANNELS)
+    else:
+        gain = tl.load(gain_ptr + recording * CHANNELS + channel, mask=real, other=0.0)
+        x = x * gain[None, :] + tl.load(shift_ptr + recording * CHANNELS + channel, mask=real, other=0.0)[None, :]
+    number = slot * SLOT_FRAMES + frame
+    _store_windows(out_ptr, gelu(x, EXACT), number, frame < SLOT_FRAMES, channel, windows, CHANNELS, KERNEL, STRIDE)
+
+
+@kernel
+def _activate(
+    x_ptr, bias_ptr, gain_ptr, shift_ptr, after_gain_ptr, after_shift_ptr, out_ptr, frames, windows, eps, after_eps,
+    CHANNELS: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr, AFTER: tl.constexpr,
+    KERNEL: tl.constexpr, STRIDE: tl.constexpr, FRAMES: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    frame = tl.program_id(0) * FRAMES + tl.arange(0, FRAMES)
+    channel = tl.arange(0, BLOCK)
+    real = channel < CHANNELS
+    inside = frame < frames
+    place = frame.to(tl.int64)[:, None] * CHANNELS + channel[None, :]
+    x = tl.load(x_ptr + place, mask=inside[:, None] & real[None, :], other=0.0).to(tl.float32)
+    x += tl.load(bias_ptr + channel, mask=real, other=0.0)[None, :]
+    if NORM:
+        x = _layer_norm(x, gain_ptr, shift_ptr, eps, channel, CHANNELS)
+    x = gelu(x, EXACT)
+    if AFTER:
+        x = _layer_norm(x, after_gain_ptr, after_shift_ptr, after_eps, channel, CHANNELS)
+    _store_windows(out_ptr, x, frame, inside, channel, windows, CHANNELS, KERNEL, STRIDE)
+
+
+@kernel
+def _moments(
+    samples_ptr, recordings_ptr, out_ptr, recordings,
+    TAPS: tl.constexpr, STEP: tl.constexpr, PART: tl.constexpr, BLOCK: tl.constexpr, BLOCK_TAPS: tl.constexpr,
+):  # fmt: skip
+    """Of some windows of one recording: one sample of each, or 1, times each."""
+    part, recording, factor = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    begin = tl.load(recordings_ptr + recording)
+    length = tl.load(recordings_ptr + recordings + recording)
+    count = tl.where(length < TAPS, 0, (length - TAPS) // STEP + 1)
+    tap = tl.arange(0, BLOCK_TAPS)
+    sums = tl.zeros((BLOCK, BLOCK_TAPS), tl.float64)
+    for start in range(part * PART, tl.minimum((part + 1) * PART, count), BLOCK):
+        window = start + tl.arange(0, BLOCK)
+        inside = window < count
+        first = samples_ptr + begin + window * STEP
+        each = tl.load(first[:, None] + tap[None, :], mask=inside[:, None] & (tap < TAPS)[None, :], other=0.0)
+        one = tl.load(first + factor, mask=inside & (factor < TAPS), other=0.0).to(tl.float64)
+        one = tl.where(factor < TAPS, one, 1.0)
+        sums += one[:, None] * each.to(tl.float64)
+    row = ((part * recordings + recording) * (TAPS + 1) + factor) * TAPS
+    tl.store(out_ptr + row + tap, tl.sum(sums, 0), mask=tap < TAPS)
+
+
+_PART = 8192
+"""Windows whose moments one program sums."""
+
+
+def _launch_first(
+    samples: Tensor,
+    slots: Tensor,
+    affine: Tensor,
+    layer: FirstConvolution,
+    channel_norm: ChannelNorm | None,
+    frames: int,
+    windows: Windows,
+    dtype: torch.dtype,
+) -> Tensor:
+    taps, channels = layer.weight.shape
+    count = slots.shape[1]
+    out = torch.empty(count * frames // windows.stride, windows.kernel * channels, dtype=dtype, device=samples.device)
+    tile, warps = _first_tile(target_of(samples.device))
+    if layer.norm is not None:
+        gain, shift, eps = layer.norm.gain, layer.norm.bias, layer.norm.eps
+    else:
+        assert channel_norm is not None, "a group norm needs its scale and shift"
+        gain, shift, eps = channel_norm.scale, channel_norm.shift, 0.0
+    _first_convolution[(count * -(-frames // tile),)](
+        samples,
+        slots,
+        affine,
+        layer.weight,
+        layer.bias,
+        gain,
+        shift,
+        out,
+        count,
+        len(out),
+        eps,
+        SLOT_FRAMES=frames,
+        CHANNELS=channels,
+        BLOCK=_block(channels),
+        TAPS=taps,
+        STEP=layer.stride,
+        LAYER_NORM=layer.norm is not None,
+        KERNEL=windows.kernel,
+        STRIDE=windows.stride,
+        FRAMES=tile,
+        EXACT=dtype == torch.float32,
+        num_warps=warps,
+    )
+    return out
+
+
+def _launch_activate(
+    x: Tensor, bias: Tensor, norm: LayerNorm | None, windows: Windows, after: LayerNorm | None
+) -> Tensor:
+    frames, channels = x.shape
+    out = x.new_empty(frames // windows.stride, windows.kernel * channels)
+    tile, warps = _activate_tile(target_of(x.device))
+    first, second = norm or LayerNorm(bias, bias, 0.0), after or LayerNorm(bias, bias, 0.0)
+    _activate[(-(-frames // tile),)](
+        x,
+        bias,
+        first.gain,
+        first.bias,
+        second.gain,
+        second.bias,
+        out,
+        frames,
+        len(out),
+        first.eps,
+        second.eps,
+        CHANNELS=channels,
+        BLOCK=_block(channels),
+        NORM=norm is not None,
+        AFTER=after is not None,
+        KERNEL=windows.kernel,
+        STRIDE=windows.stride,
+        FRAMES=tile,
+        EXACT=x.dtype == torch.float32,
+        num_warps=warps,
+    )
+    return out
+
+
+def _launch_moments(samples: Tensor, recordings: Tensor, longest: int, kernel_size: int, stride: int) -> Tensor:
+    count = recordings.shape[1]
+    parts = max(1, -(-((longest - kernel_size) // stride + 1) // _PART))
+    sums = torch.empty(parts, count, kernel_size + 1, kernel_size, dtype=torch.float64, device=samples.device)
+    _moments[(parts, count, kernel_size + 1)](
+        samples,
+        recordings,
+        sums,
+        count,
+        TAPS=kernel_size,
+        STEP=stride,
+        PART=_PART,
+        BLOCK=128,
+        BLOCK_TAPS=_block(kernel_size),
+        num_warps=4,
+    )
+    return sums.sum(0)
+
+
+def _block(count: int) -> int:
+    """The power of two that holds so many."""
+    return 1 << (count - 1).bit_length()
+
+
+def _first_tile(target: Target | None) -> tuple[int, int]:
+    """Frames of a program, and warps."""
+    return 16, 8 if target is not None and target.is_amd and target.wave_size == 32 else 4
+
+
+def _activate_tile(target: Target | None) -> tuple[int, int]:
+    """Frames of a program, and warps."""
+    return 8, 8 if target is not None and target.is_amd and target.wave_size == 32 else 4
+
+
+def compile_cases(target: Target) -> Iterable[CompileCase]:
+    """For the gate: the sizes of all published models."""
+    pointers = ("gain_ptr", "shift_ptr")
+    numbers = {"slots": "i32", "windows": "i32", "eps": "fp32"}
+    tile, warps = _first_tile(target)
+    for name in _TRITON.values():
+        skip = "no bf16 arithmetic" if target.family == "rdna2" and name == "bf16" else None
+        common = {"CHANNELS": 512, "BLOCK": 512, "EXACT": name == "fp32"}
+        for norm in (False, True):
+            yield CompileCase(
+                f"first_convolution {'layer' if norm else 'group'} norm",
+                name,
+                _first_convolution,
+                signature={
+                    "samples_ptr": "*fp32",
+                    "slots_ptr": "*i32",
+                    **dict.fromkeys(("affine_ptr", "weight_ptr", "bias_ptr", *pointers), "*fp32"),
+                    "out_ptr": f"*{name}",
+                    **numbers,
+                },
+                constants=common
+                | {"SLOT_FRAMES": 64, "TAPS": 10, "STEP": 5, "KERNEL": 3, "STRIDE": 2, "FRAMES": tile}
+                | {"LAYER_NORM": norm},
+                warps=warps,
+                skip=skip,
+            )
+        frames, activate_warps = _activate_tile(target)
+        for label, norm, after, size, stride in (
+            ("", False, False, 3, 2),
+            (" norm", True, False, 3, 2),
+            (" last", False, True, 1, 1),
+            (" norm last", True, True, 1, 1),
+        ):
+            yield CompileCase(
+                f"activate{label}",
+                name,
+                _activate,
+                signature={
+                    "x_ptr": f"*{name}",
+                    "bias_ptr": "*fp32",
+                    **dict.fromkeys((*pointers, "after_gain_ptr", "after_shift_ptr"), "*fp32"),
+                    "out_ptr": f"*{name}",
+                    "frames": "i32",
+                    "windows": "i32",
+                    "eps": "fp32",
+                    "after_eps": "fp32",
+                },
+                constants=common | {"NORM": norm, "AFTER": after, "KERNEL": size, "STRIDE": stride, "FRAMES": frames},
+                warps=activate_warps,
+                skip=skip,
+            )
+    for taps, step in ((1, 1), (10, 5)):
+        yield CompileCase(
+            f"moments of {taps}",
+            "fp64",
+            _moments,
+            signature={"samples_ptr": "*fp32", "recordings_ptr": "*i32", "out_ptr": "*fp64", "recordings": "i32"},
+            constants={"TAPS": taps, "STEP": step, "PART": _PART, "BLOCK": 128, "BLOCK_TAPS": _block(taps)},
+        )
