@@ -1,0 +1,190 @@
+"""``stapes train``: from a prepared corpus to a recogniser."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from cyclopts import Parameter
+
+from stapes.cli.terminal import Terminal, clock, to_json
+from stapes.errors import UsageError
+
+if TYPE_CHECKING:
+    from stapes.training.config import TrainConfig
+    from stapes.training.trainer import Result
+
+
+def train(
+    *recipe: Annotated[str, Parameter(name="RECIPE", help="ctc, attention, hybrid, wav2vec2, whisper_ctc or words.")],
+    train: list[str] | None = None,
+    dev: list[str] | None = None,
+    output: Annotated[Path | None, Parameter(alias="-o")] = None,
+    config: Path | None = None,
+    set: list[str] | None = None,
+    resume: bool = False,
+    strategy: Literal["auto", "single", "ddp", "fsdp", "deepspeed"] | None = None,
+    parallel: str | None = None,
+    dry_run: bool = False,
+    print_config: bool = False,
+    json: bool = False,
+) -> int:
+    """Train a recogniser on manifests that `stapes prepare` wrote.
+
+    Examples:
+
+        stapes train ctc --train corpus/train.jsonl.gz --dev corpus/dev.jsonl.gz -o runs/mine
+        stapes train whisper_ctc --train … --dev … -o runs/tiny --set model.init=tiny.en
+        stapes train ctc --config run.toml --set optimizer.peak_lr=1e-4 --dry-run
+        torchrun --nproc-per-node 8 -m stapes train ctc --config run.toml --strategy fsdp
+
+    The result is OUTPUT/model, which `stapes transcribe --model OUTPUT/model` opens; it is there from the first
+    evaluation on and always the best so far. Ctrl-C keeps a checkpoint; --resume goes on from it, bit for bit as if
+    nothing had happened.
+
+    Exit code: 0 done, 1 it could not go on, 2 wrong usage, 3 no usable device or model, 130 interrupted.
+
+    Parameters
+    ----------
+    train:
+        Manifests to train on; short for --set data.train=…
+    dev:
+        Manifests that choose the best weights; short for --set data.dev=…
+    output:
+        The run's folder: model/, checkpoints/, metrics.jsonl.
+    config:
+        A TOML file with settings that differ from the recipe's.
+    set:
+        One more setting, as section.name=value; may be repeated.
+    resume:
+        Go on from the last checkpoint in OUTPUT, where there is one.
+    strategy:
+        Several processes: ddp, fsdp (FSDP2) or deepspeed; auto is ddp.
+    parallel:
+        The mesh of processes, such as dp=2,fsdp=4: two copies, each shared out over four.
+    dry_run:
+        Print what the run would take, and do nothing.
+    print_config:
+        Print every setting with its meaning, as TOML that --config reads.
+    json:
+        Print the result as one JSON object.
+    """
+    if len(recipe) != 1:
+        raise UsageError("name one recipe, such as `stapes train ctc --train MANIFEST -o DIR`")
+    from stapes.training.recipes import recipe as find_recipe
+    from stapes.training.settings import apply_assignment, apply_toml, to_toml
+
+    settings = find_recipe(recipe[0])
+    if config is not None:
+        settings = apply_toml(settings, config)
+    for assignment in set or []:
+        settings = apply_assignment(settings, assignment)
+    settings.data.train = train or settings.data.train
+    settings.data.dev = dev or settings.data.dev
+    settings.output = str(output) if output is not None else settings.output
+    settings.parallel.strategy = strategy or settings.parallel.strategy
+    if parallel is not None:
+        _apply_mesh(settings, parallel)
+    terminal = Terminal()
+    if print_config:
+        terminal.out(to_toml(settings))
+        return 0
+    if dry_run:
+        return _dry_run(terminal, settings, json)
+    result = _run(terminal, settings, resume)
+    if int(os.environ.get("RANK", "0")) == 0:
+        values = {**asdict(result), "model": str(result.model) if result.model else None}
+        terminal.out(to_json(values) + "\n" if json else _summary(result, settings))
+    return 130 if result.interrupted else 0
+
+
+def _apply_mesh(settings: TrainConfig, text: str) -> None:
+    """``dp=2,fsdp=4``: fsdp is how many processes share a copy, dp how many copies there are."""
+    sizes: dict[str, int] = {}
+    for part in text.split(","):
+        name, _, number = part.partition("=")
+        if name.strip() not in ("dp", "fsdp") or not number.strip().isdigit() or int(number) < 1:
+            raise UsageError(f"--parallel is {text!r}: say dp=…, fsdp=… or both, such as dp=2,fsdp=4")
+        sizes[name.strip()] = int(number)
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    if sizes.get("dp", 1) * sizes.get("fsdp", 1) != processes:
+        raise UsageError(f"--parallel {text} is not {processes}, the number of processes that torchrun started")
+    if sizes.get("fsdp", 1) > 1:
+        settings.parallel.strategy, settings.parallel.shards = "fsdp", sizes["fsdp"]
+    else:
+        settings.parallel.strategy = "ddp"
+
+
+def _run(terminal: Terminal, settings: TrainConfig, resume: bool) -> Result:
+    from stapes.training.parallel import processes
+    from stapes.training.setup import open_run
+
+    with (
+        processes(settings.run.device, settings.parallel) as joined,
+        terminal.progress("seconds", "reading the manifests …") as progress,
+        _stoppable() as stop,
+    ):
+        # One process shows progress; what the others have to say about their own utterances is said by them.
+        listener = progress if joined.is_first else _NotesOnly(terminal)
+        return open_run(settings, joined, listener, resume=resume).run(stop.is_set)
+
+
+class _NotesOnly:
+    """What a process other than the first says."""
+
+    def __init__(self, terminal: Terminal) -> None:
+        self.note = terminal.note
+
+    def add_total(self, seconds: float) -> None:
+        """Ignore."""
+
+    def advance(self, seconds: float) -> None:
+        """Ignore."""
+
+
+@contextmanager
+def _stoppable() -> Iterator[threading.Event]:
+    """The first Ctrl-C or SIGTERM asks the run to end after its step, the second ends it at once."""
+    stop = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
+    caught = [number for number in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.getsignal(number) for number in caught}
+
+    def ask(number: int, frame: object) -> None:
+        stop.set()
+        for each in caught:
+            signal.signal(each, before[each])
+
+    for number in caught:
+        signal.signal(number, ask)
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _dry_run(terminal: Terminal, settings: TrainConfig, json: bool) -> int:
+    from stapes.training.dry_run import plan_run
+
+    plan = plan_run(settings)
+    terminal.out(to_json(asdict(plan)) + "\n" if json else plan.text() + "\n")
+    return 0
+
+
+def _summary(result: Result, settings: TrainConfig) -> str:
+    if result.interrupted:
+        return f"interrupted after step {result.steps}: the same command with --resume goes on\n"
+    lines: list[Any] = [f"{result.steps} steps in {clock(result.seconds)}"]
+    if result.wer is not None and result.cer is not None:
+        lines.append(f"dev: WER {100 * result.wer:.2f} %, CER {100 * result.cer:.2f} %")
+    lines.append(f"wrote {result.model}: stapes transcribe --model {result.model} RECORDING")
+    return "\n".join(lines) + "\n"

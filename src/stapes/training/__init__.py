@@ -1,0 +1,1 @@
+"""From a prepared corpus to a recogniser: recipes, objectives, the trainer, its checkpoints and its log."""

@@ -1,0 +1,324 @@
+"""Every setting of a training run, once: name, default, range and doc.
+
+A recipe (`stapes.training.recipes`) is a function that returns a `TrainConfig`; a TOML file and ``--set`` change it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal
+
+from stapes.data.options import AugmentOptions
+from stapes.errors import UsageError
+
+ObjectiveKind = Literal["ctc", "attention", "hybrid"]
+Precision = Literal["auto", "fp32", "bf16", "fp16"]
+Strategy = Literal["auto", "single", "ddp", "fsdp", "deepspeed"]
+
+
+@dataclass(kw_only=True, slots=True)
+class DataOptions:
+    """What is learnt from, and how it is batched."""
+
+    train: list[str] = field(default_factory=list)
+    """Manifests to train on, as `stapes prepare` writes them."""
+    dev: list[str] = field(default_factory=list)
+    """Manifests that choose the best checkpoint. None: there is no choice, the last one is the result."""
+    vocabulary: str = "char"
+    """char: the characters of the training text; bpe or unigram: parts of its words; or a folder with a vocab.json."""
+    vocabulary_size: int = 500
+    """Tokens of a bpe or unigram vocabulary."""
+    batch_seconds: float = 240.0
+    """Audio in one batch of one process, padding included."""
+    max_rows: int | None = None
+    """Utterances in one batch of one process at most."""
+    buckets: int = 12
+    """How many different lengths batches have at most."""
+    workers: int = 2
+    """Processes that read and augment audio, for each process that trains; 0: it does so itself."""
+
+
+@dataclass(kw_only=True, slots=True)
+class MaskOptions:
+    """SpecAugment (Park et al. 2019): what is hidden of each log-mel spectrogram."""
+
+    time_masks: int = 0
+    """Stretches of time that are hidden; 0: none."""
+    time_width: int = 100
+    """The longest of these, in frames of 10 ms."""
+    time_fraction: float = 0.5
+    """What all of these cover at most of an utterance."""
+    frequency_masks: int = 0
+    """Bands of frequency that are hidden; 0: none."""
+    frequency_width: int = 27
+    """The widest of these, in mel bins."""
+
+
+@dataclass(kw_only=True, slots=True)
+class ModelOptions:
+    """The network."""
+
+    init: str | None = None
+    """The model whose encoder training starts from: Whisper (a name, a folder, a .pt file), wav2vec 2.0, HuBERT, or
+    one trained here. None: a Conformer of the sizes below, from nothing."""
+    mel_bins: int = 80
+    """Bands of the log-mel spectrogram."""
+    width: int = 256
+    """Width of the Conformer."""
+    layers: int = 12
+    """Layers of the Conformer."""
+    heads: int = 4
+    """Attention heads of the Conformer."""
+    mlp_width: int = 1024
+    """Inner width of its MLPs."""
+    conv_kernel: int = 31
+    """Frames that a layer's convolution sees; odd."""
+    subsampling: Literal[2, 4, 8] = 4
+    """Frames of 10 ms in one state."""
+    subsampling_channels: int = 256
+    """Channels of the convolutions in front."""
+    dropout: float = 0.1
+    """Dropout of the encoder; for wav2vec 2.0 that of the hidden states."""
+    head_dropout: float = 0.1
+    """Dropout before the CTC head."""
+    layer_drop: float = 0.1
+    """wav2vec 2.0: probability that a layer is left out of a step."""
+    decoder_layers: int = 6
+    """Layers of the decoder, where the objective has one."""
+    decoder_heads: int = 4
+    """Attention heads of the decoder."""
+    decoder_mlp_width: int = 1024
+    """Inner width of its MLPs."""
+    decoder_dropout: float = 0.1
+    """Dropout of the decoder."""
+
+
+@dataclass(kw_only=True, slots=True)
+class ObjectiveOptions:
+    """What is minimised."""
+
+    kind: ObjectiveKind = "ctc"
+    """ctc; attention: a decoder that writes token by token; hybrid: both at once."""
+    ctc_weight: float = 0.3
+    """hybrid: share of CTC in the loss."""
+    label_smoothing: float = 0.1
+    """attention, hybrid: probability that the decoder's target gives to all other tokens together."""
+    hide_time: float = 0.0
+    """wav2vec 2.0: share of frames that hidden spans would cover if none overlapped; 0: none."""
+    hide_time_length: int = 10
+    """wav2vec 2.0: frames in a hidden span."""
+
+
+@dataclass(kw_only=True, slots=True)
+class OptimizerOptions:
+    """AdamW and its learning rate."""
+
+    peak_lr: float = 3e-4
+    """The highest learning rate."""
+    final_lr: float = 0.0
+    """The learning rate of the last step, as a share of the highest."""
+    warmup_steps: int = 500
+    """Steps in which the learning rate grows from nothing, at most a third of all."""
+    hold_steps: int = 0
+    """Steps at the highest learning rate before it falls."""
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.98])
+    """Decay of AdamW's two running means."""
+    epsilon: float = 1e-8
+    """Keeps AdamW's division finite."""
+    weight_decay: float = 0.01
+    """Decay of weights; norms, biases, embeddings of positions are spared."""
+    clip_norm: float = 1.0
+    """Gradients longer than this are shortened to it; 0: never."""
+    accumulate: int = 1
+    """Batches whose gradients are added up for one step."""
+    lr_scales: dict[str, float] = field(default_factory=dict)
+    """Learning rate of parts of the network, as a share: {"encoder" = 0.1} for those whose names begin so."""
+    freeze: list[str] = field(default_factory=list)
+    """Parts that stay as they are: names of parameters that begin so, such as feature_extractor."""
+    freeze_steps: dict[str, int] = field(default_factory=dict)
+    """Parts that stay as they are for the first so many steps: {"encoder" = 1000}."""
+    ema: float | None = None
+    """Keep an exponential moving average of the weights with this decay (0.999) and evaluate that. None: no."""
+
+
+@dataclass(kw_only=True, slots=True)
+class RunOptions:
+    """How long, how precisely, how often."""
+
+    device: str = "auto"
+    """auto, cpu, cuda (AMD too)."""
+    epochs: float | None = None
+    """How often the corpus is gone through. Give this or steps."""
+    steps: int | None = None
+    """How many times the weights change."""
+    max_minutes: float | None = None
+    """End in order, with a result, after so many minutes."""
+    precision: Precision = "auto"
+    """What products are computed in; auto: bf16, where a GPU lacks it fp16 with loss scaling, fp32 on the CPU."""
+    tf32: bool = True
+    """Let NVIDIA's GPUs round what is left of fp32 products to TF32."""
+    checkpoint_layers: bool = False
+    """Keep only each layer's input and compute the rest again backwards: less memory, a third more time."""
+    compile: bool = False
+    """Compile each layer for each of the few shapes (torch.compile): slow to start, then faster on GPUs."""
+    threads: int | None = None
+    """CPU threads of PyTorch."""
+    evaluate_every: int = 500
+    """Steps between two evaluations on the dev manifests, each of which saves a checkpoint."""
+    evaluate_limit: int | None = None
+    """Only so many dev utterances."""
+    log_every: int = 10
+    """Steps between two lines of metrics."""
+    sample_texts: int = 4
+    """Transcripts of dev utterances written to the log at each evaluation."""
+    patience: int | None = None
+    """Stop after so many evaluations in a row without a better one. None: never."""
+    max_bad_steps: int = 20
+    """Stop after so many steps in a row with a loss or gradient that is not finite."""
+    tensorboard: bool = True
+    """Write TensorBoard's files too, where it is installed."""
+
+
+@dataclass(kw_only=True, slots=True)
+class CheckpointOptions:
+    """What is kept."""
+
+    every: int | None = None
+    """Steps between two checkpoints beside those of evaluations. None: none beside."""
+    keep: int = 2
+    """The latest checkpoints that are kept."""
+    keep_best: int = 3
+    """The checkpoints with the lowest dev word error rate that are kept."""
+    average: int = 1
+    """Average the weights of so many of the best checkpoints; taken as the result if better on dev. 1: no."""
+    dtype: Literal["fp32", "fp16", "bf16"] = "fp32"
+    """What the result's weights are written in."""
+
+
+@dataclass(kw_only=True, slots=True)
+class ParallelOptions:
+    """Several processes, under torchrun."""
+
+    strategy: Strategy = "auto"
+    """auto: DDP where there are several processes, one GPU else; ddp: a whole copy each; fsdp: weights, gradients and
+    optimiser shared out; deepspeed: ZeRO."""
+    shards: int | None = None
+    """fsdp: processes that share one copy; several copies then work like DDP. None: all share one."""
+    zero_stage: Literal[1, 2, 3] = 2
+    """deepspeed: 1 shares out the optimiser, 2 gradients too, 3 weights too."""
+    offload: bool = False
+    """deepspeed: keep the optimiser in the host's memory."""
+    timeout_seconds: float = 600.0
+    """A process that is not heard of for so long is lost, and the job ends."""
+
+
+@dataclass(kw_only=True, slots=True)
+class TrainConfig:
+    """A training run."""
+
+    recipe: str = "ctc"
+    """The recipe that these settings began as."""
+    output: str = "runs/train"
+    """The run's folder: checkpoints/, metrics.jsonl, and model/, the result."""
+    seed: int = 0
+    """Of everything random."""
+    data: DataOptions = field(default_factory=DataOptions)
+    augment: AugmentOptions = field(default_factory=lambda: AugmentOptions(speeds=(1.0,), gain_probability=0.0))
+    masks: MaskOptions = field(default_factory=MaskOptions)
+    model: ModelOptions = field(default_factory=ModelOptions)
+    objective: ObjectiveOptions = field(default_factory=ObjectiveOptions)
+    optimizer: OptimizerOptions = field(default_factory=OptimizerOptions)
+    run: RunOptions = field(default_factory=RunOptions)
+    checkpoint: CheckpointOptions = field(default_factory=CheckpointOptions)
+    parallel: ParallelOptions = field(default_factory=ParallelOptions)
+
+    @property
+    def folder(self) -> Path:
+        """The run's folder."""
+        return Path(self.output)
+
+    def check(self) -> None:
+        """Refuse what makes no sense, before any work is done. Raises UsageError."""
+        if not self.data.train:
+            raise UsageError("data.train names no manifest: --set data.train=corpus/manifest.jsonl")
+        if (self.run.steps is None) == (self.run.epochs is None):
+            raise UsageError("give run.steps or run.epochs, one of the two: --set run.epochs=20")
+        for place, name, low, high in _RANGES:
+            value = getattr(getattr(self, place), name)
+            for each in value.values() if isinstance(value, dict) else value if isinstance(value, list) else [value]:
+                if each is not None and not (math.isfinite(each) and low <= each <= high):
+                    raise UsageError(f"{place}.{name} is {each}: it must be from {low:g} to {high:g}")
+        if len(self.optimizer.betas) != 2:
+            raise UsageError(f"optimizer.betas is {self.optimizer.betas}: give two numbers, such as [0.9, 0.98]")
+        if self.model.width % self.model.heads or not self.model.conv_kernel % 2:
+            raise UsageError("model.width must be a multiple of model.heads, and model.conv_kernel odd")
+        if self.checkpoint.average > 1 and not self.data.dev:
+            raise UsageError("checkpoint.average compares on dev manifests: give data.dev, or average 1")
+
+
+_BIG = 1e9
+_RANGES: list[tuple[str, str, float, float]] = [
+    ("data", "batch_seconds", 0.1, _BIG),
+    ("data", "max_rows", 1, _BIG),
+    ("data", "buckets", 1, 512),
+    ("data", "workers", 0, 256),
+    ("data", "vocabulary_size", 16, 100_000),
+    ("masks", "time_masks", 0, 100),
+    ("masks", "time_width", 0, _BIG),
+    ("masks", "time_fraction", 0.0, 1.0),
+    ("masks", "frequency_masks", 0, 100),
+    ("masks", "frequency_width", 0, 256),
+    ("model", "mel_bins", 8, 256),
+    ("model", "width", 8, 16_384),
+    ("model", "layers", 1, 256),
+    ("model", "dropout", 0.0, 0.95),
+    ("model", "head_dropout", 0.0, 0.95),
+    ("model", "layer_drop", 0.0, 0.95),
+    ("model", "decoder_dropout", 0.0, 0.95),
+    ("model", "decoder_layers", 1, 256),
+    ("objective", "ctc_weight", 0.0, 1.0),
+    ("objective", "label_smoothing", 0.0, 0.9),
+    ("objective", "hide_time", 0.0, 1.0),
+    ("optimizer", "peak_lr", 0.0, 10.0),
+    ("optimizer", "final_lr", 0.0, 1.0),
+    ("optimizer", "warmup_steps", 0, _BIG),
+    ("optimizer", "hold_steps", 0, _BIG),
+    ("optimizer", "betas", 0.0, 0.99999),
+    ("optimizer", "weight_decay", 0.0, 10.0),
+    ("optimizer", "clip_norm", 0.0, _BIG),
+    ("optimizer", "accumulate", 1, 4096),
+    ("optimizer", "lr_scales", 0.0, 100.0),
+    ("optimizer", "ema", 0.0, 1.0),
+    ("run", "epochs", 1e-9, _BIG),
+    ("run", "steps", 1, _BIG),
+    ("run", "max_minutes", 0.0, _BIG),
+    ("run", "threads", 1, 1024),
+    ("run", "evaluate_every", 1, _BIG),
+    ("run", "log_every", 1, _BIG),
+    ("run", "patience", 1, _BIG),
+    ("run", "max_bad_steps", 1, _BIG),
+    ("checkpoint", "every", 1, _BIG),
+    ("checkpoint", "keep", 1, 1000),
+    ("checkpoint", "keep_best", 0, 1000),
+    ("checkpoint", "average", 1, 1000),
+    ("parallel", "shards", 1, 100_000),
+    ("parallel", "timeout_seconds", 1, _BIG),
+]
+
+
+def changes(before: TrainConfig, after: TrainConfig) -> list[str]:
+    """The settings that differ, as ``section.name``: what a resumed run must not have been given anew."""
+    out: list[str] = []
+
+    def walk(a: Any, b: Any, prefix: str) -> None:
+        for each in fields(a):
+            x, y = getattr(a, each.name), getattr(b, each.name)
+            if hasattr(x, "__dataclass_fields__"):
+                walk(x, y, f"{prefix}{each.name}.")
+            elif x != y:
+                out.append(f"{prefix}{each.name}")
+
+    walk(before, after, "")
+    return out

@@ -1,0 +1,204 @@
+"""The network of a run: built from nothing or on an encoder that is there, and written as a model in the end."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from stapes.checkpoints import catalog
+from stapes.checkpoints.load import open_checkpoint
+from stapes.checkpoints.spectrogram_models import (
+    KINDS,
+    build,
+    load_spectrogram_model,
+    load_whisper_encoder,
+    open_spectrogram_model,
+    save_spectrogram_model,
+)
+from stapes.checkpoints.tensors import read_json
+from stapes.checkpoints.wav2vec2 import Wav2Vec2Checkpoint, load_wav2vec2, open_wav2vec2, save_wav2vec2
+from stapes.data.masking import SpecAugment, span_mask
+from stapes.errors import ModelError, UsageError
+from stapes.models.conformer import Conformer, ConformerConfig
+from stapes.models.ctc_head import CTC, CTCConfig, WhisperEncoder
+from stapes.models.hybrid import Hybrid, HybridConfig
+from stapes.models.wav2vec2 import Wav2Vec2
+from stapes.text.ctc_tokenizer import CTCTokenizer
+from stapes.training.config import MaskOptions, ModelOptions, TrainConfig
+from stapes.training.objectives import Objective, SpectrogramObjective, Wav2Vec2Objective
+
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Source:
+    """The model that training starts from, as it lies on this machine."""
+
+    path: Path
+    kind: str
+    """``"wav2vec2"`` (HuBERT too), ``"whisper"``, or a ``model_type`` of ours."""
+    parts: list[Path] | None = None
+
+
+def find_source(init: str) -> Source:
+    """Find ``model.init``: a path, or a name that is on this machine or can be fetched. Raises ModelError."""
+    found = catalog.find(init)
+    if found is None:
+        if catalog.repository_of(init) is None:
+            raise ModelError(f"model.init is {init!r}, and there is no such model or folder; {catalog.hint(init)}")
+        found = catalog.Location(catalog.pull(init))
+    settings = found.path / "config.json"
+    kind = str(read_json(settings).get("model_type", "whisper")) if settings.exists() else "whisper"
+    if kind in ("wav2vec2", "hubert"):
+        return Source(found.path, "wav2vec2")
+    return Source(found.path, kind if kind in KINDS else "whisper", found.parts)
+
+
+def build_network(config: TrainConfig, tokenizer: CTCTokenizer, seed: int) -> tuple[nn.Module, Source | None]:
+    """The network on the CPU in float32, ready to train. Raises ModelError, UsageError."""
+    options, objective = config.model, config.objective
+    source = None if options.init is None else find_source(options.init)
+    torch.manual_seed(seed)
+    if source is not None and source.kind == "wav2vec2":
+        if objective.kind != "ctc":
+            raise UsageError(f"objective.kind is {objective.kind}: wav2vec 2.0 and HuBERT are trained with ctc")
+        return _wav2vec2(source, options, tokenizer), source
+    if objective.hide_time:
+        raise UsageError("objective.hide_time is for wav2vec 2.0 and HuBERT; use masks.time_masks here")
+    encoder = _encoder(options, source)
+    if objective.kind == "ctc":
+        network = build(CTCConfig(encoder.config, tokenizer.size, options.head_dropout))
+    else:
+        if encoder.config.state_width % options.decoder_heads:
+            raise UsageError(f"model.decoder_heads must divide {encoder.config.state_width}, the encoder's width")
+        network = build(
+            HybridConfig(
+                encoder.config,
+                tokenizer.size,
+                decoder_layers=options.decoder_layers,
+                decoder_heads=options.decoder_heads,
+                decoder_mlp_width=options.decoder_mlp_width,
+                decoder_dropout=options.decoder_dropout,
+                has_ctc=objective.kind == "hybrid",
+                head_dropout=options.head_dropout,
+            )
+        )
+    network.encoder = encoder
+    return network.train().requires_grad_(), source
+
+
+def _encoder(options: ModelOptions, source: Source | None) -> Conformer | WhisperEncoder:
+    if source is None:
+        return Conformer(
+            ConformerConfig(
+                mel_bins=options.mel_bins,
+                width=options.width,
+                layers=options.layers,
+                heads=options.heads,
+                mlp_width=options.mlp_width,
+                conv_kernel=options.conv_kernel,
+                subsampling=options.subsampling,
+                subsampling_channels=options.subsampling_channels,
+                dropout=options.dropout,
+            )
+        )
+    if source.kind in KINDS:
+        checkpoint = open_spectrogram_model(source.path)
+        inner = replace(checkpoint.config.encoder, dropout=options.dropout)
+        checkpoint = replace(checkpoint, config=replace(checkpoint.config, encoder=inner))
+        return load_spectrogram_model(checkpoint, torch.float32, torch.device("cpu"), trainable=True).encoder
+    return load_whisper_encoder(open_checkpoint(source.path, parts=source.parts), options.dropout)
+
+
+def _wav2vec2(source: Source, options: ModelOptions, tokenizer: CTCTokenizer) -> Wav2Vec2:
+    checkpoint = open_wav2vec2(source.path)
+    inner = replace(
+        checkpoint.config,
+        hidden_dropout=options.dropout,
+        activation_dropout=options.dropout,
+        attention_dropout=options.dropout,
+        head_dropout=options.head_dropout,
+        layer_drop=options.layer_drop,
+    )
+    network = load_wav2vec2(replace(checkpoint, config=inner), torch.float32, torch.device("cpu"), trainable=True)
+    if not bool(network.encoder.mask_embedding.any()):
+        nn.init.uniform_(network.encoder.mask_embedding)
+    head = nn.Linear(inner.state_width, tokenizer.size)
+    nn.init.normal_(head.weight, std=0.02)
+    nn.init.zeros_(head.bias)
+    network.set_head(head)
+    return network
+
+
+def build_objective(
+    config: TrainConfig, network: nn.Module, source: Source | None, tokenizer: CTCTokenizer, dtype: torch.dtype
+) -> Objective:
+    """What is minimised. dtype: of products."""
+    options = config.objective
+    if isinstance(network, Wav2Vec2):
+        assert source is not None
+        hide = None
+        if options.hide_time:
+            hide = partial(span_mask, probability=options.hide_time, length=options.hide_time_length)
+        normalize = open_wav2vec2(source.path).normalize
+        return Wav2Vec2Objective(network, tokenizer, dtype, normalize=normalize, hide=hide)
+    assert isinstance(network, CTC | Hybrid)
+    weight = {"ctc": 1.0, "attention": 0.0, "hybrid": options.ctc_weight}[options.kind]
+    return SpectrogramObjective(
+        network,
+        tokenizer,
+        dtype,
+        ctc_weight=weight,
+        label_smoothing=options.label_smoothing,
+        mask=_spec_augment(config.masks),
+    )
+
+
+def _spec_augment(masks: MaskOptions) -> SpecAugment | None:
+    if not masks.time_masks and not masks.frequency_masks:
+        return None
+    return SpecAugment(
+        frequency_masks=masks.frequency_masks,
+        frequency_width=masks.frequency_width,
+        time_masks=masks.time_masks,
+        time_width=masks.time_width,
+        time_fraction=masks.time_fraction,
+        value=None,  # the mean: silence is not 0 on Whisper's scale
+    )
+
+
+def layers_of(network: nn.Module) -> list[nn.Module]:
+    """The layers of the encoder: what is computed again, compiled and shared out one by one."""
+    assert isinstance(network, CTC | Hybrid | Wav2Vec2)
+    return list(network.encoder.layers)
+
+
+def save_model(
+    folder: Path,
+    network: nn.Module,
+    source: Source | None,
+    weights: Mapping[str, Tensor],
+    tokenizer: CTCTokenizer,
+    dtype: torch.dtype,
+) -> None:
+    """Write ``weights`` as a model that ``stapes transcribe --model`` opens, and ``transformers`` where it can.
+
+    ``network`` says which sizes; its own weights do not matter. Raises OutputError where the folder cannot be written.
+    """
+    converted = {name: tensor.to(dtype) for name, tensor in weights.items()}
+    if isinstance(network, CTC | Hybrid):
+        save_spectrogram_model(folder, network.config, converted, tokenizer, dtype)
+        return
+    assert isinstance(network, Wav2Vec2)
+    assert source is not None
+    with torch.device("meta"):
+        copy = Wav2Vec2(network.config)
+    copy.load_state_dict(converted, assign=True)
+    checkpoint: Wav2Vec2Checkpoint = open_wav2vec2(source.path)
+    # Adapters and vocabularies of languages belonged to the model before.
+    save_wav2vec2(replace(checkpoint, tokenizer=tokenizer, language=None, languages=()), folder, copy)

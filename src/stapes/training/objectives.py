@@ -1,0 +1,269 @@
+"""What is minimised: CTC, attention, or both, for a batch of utterances.
+
+An objective wraps the network, so that a parallel wrapper around it sees the whole computation of a loss. Products run
+in the run's precision (autocast); spectrograms, log-softmax and losses are float32 always.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from stapes.audio.features import HOP
+from stapes.data.batching import IGNORED, Batch
+from stapes.data.masking import SpecAugment
+from stapes.decoding.ctc import greedy
+from stapes.inference.spectrogram_ctc import log_mel_rows
+from stapes.models.ctc_head import CTC
+from stapes.models.ctc_loss import ctc_losses
+from stapes.models.hybrid import Hybrid, state_mask
+from stapes.models.wav2vec2 import Wav2Vec2
+from stapes.models.waveform import normalize_waveform
+from stapes.text.ctc_tokenizer import CTCTokenizer
+
+HideFrames = Callable[[Tensor, int, Tensor], Tensor]
+"""Which frames wav2vec 2.0 hides: real frames of each row (batch,), frames of the batch, the rows' keys (batch,) →
+(batch, frames) bool."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A batch on the device, and on the host what the host must know without asking the device."""
+
+    batch: Batch
+    samples: tuple[int, ...]
+    """Real samples of each row."""
+    targets: tuple[list[int], ...]
+    """Token ids of each row."""
+
+    @property
+    def lengths(self) -> Tensor | None:
+        """Real samples (batch,) on the device; None where no row is padded, which spares attention its mask."""
+        return None if min(self.samples) == self.batch.waveforms.shape[1] else self.batch.lengths
+
+
+def prepare(batch: Batch, device: torch.device) -> Prepared:
+    """Send a batch from the host to the device."""
+    targets = tuple(
+        row[:length] for row, length in zip(batch.targets.tolist(), batch.target_lengths.tolist(), strict=True)
+    )
+    return Prepared(batch.to(device), tuple(batch.lengths.tolist()), targets)
+
+
+class Losses(NamedTuple):
+    """What an objective says to a batch. Fillers (weight 0) count nowhere."""
+
+    total: Tensor
+    """Sum over the utterances, to be divided by `Objective.units` of all processes."""
+    rows: Tensor
+    """Each utterance's loss (batch,), without a gradient."""
+    impossible: list[str]
+    """Utterances whose text cannot be said in so short a time, in words."""
+
+
+class Evaluated(NamedTuple):
+    """What an objective finds in evaluation."""
+
+    losses: Losses
+    tokens: list[list[int]]
+    """Token ids that are written for each row."""
+
+
+class _Outputs(NamedTuple):
+    states: Tensor
+    counts: Tensor
+    frames: list[int]
+    logits: Tensor | None
+    """Of the CTC head."""
+    written: Tensor | None
+    """Of the decoder."""
+
+
+class Objective(nn.Module):
+    """A network and what it is to minimise. Subclasses say how; this class is what they share."""
+
+    network: CTC | Hybrid | Wav2Vec2
+
+    def __init__(self, network: nn.Module, tokenizer: CTCTokenizer, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.network = network  # pyright: ignore[reportAttributeAccessIssue]
+        self.tokenizer = tokenizer
+        self.dtype = dtype
+
+    def units(self, batch: Batch) -> float:
+        """What the loss is a mean over: target tokens. From the host's batch, fillers left out."""
+        return float((batch.target_lengths * batch.weights).sum())
+
+    def autocast(self, device: torch.device) -> torch.autocast:
+        """Products in the run's precision."""
+        return torch.autocast(device.type, self.dtype, enabled=self.dtype != torch.float32)
+
+    def forward(self, prepared: Prepared) -> Losses:
+        """The loss of a batch."""
+        raise NotImplementedError
+
+    def evaluate(self, prepared: Prepared) -> Evaluated:
+        """The loss of a batch, and what the network writes for each row, greedily."""
+        raise NotImplementedError
+
+    def _greedy(self, logits: Tensor, frames: list[int]) -> list[list[int]]:
+        return [[token.id for token in row] for row in greedy(logits, frames, self.tokenizer.blank_id)]
+
+    def _ctc(self, logits: Tensor, frames: list[int], prepared: Prepared) -> tuple[Tensor, list[str]]:
+        """Each row's CTC loss (batch,), and what is impossible."""
+        found = ctc_losses(
+            logits.float().log_softmax(dim=-1),
+            frames,
+            prepared.targets,
+            self.tokenizer.blank_id,
+            names=prepared.batch.ids,
+            impossible="report",
+        )
+        said = [
+            f"{prepared.batch.ids[each.row]}: its {each.tokens} tokens need {each.needed} frames and there are "
+            f"{each.frames}: left out"
+            for each in found.impossible
+        ]
+        return found.losses, said
+
+
+class SpectrogramObjective(Objective):
+    """CTC, attention or both over an encoder of log-mel spectrograms.
+
+    ``ctc_weight``: 1 for a `CTC`; for a `Hybrid` the share of CTC in the loss, 0 without a CTC head. ``mask`` is
+    SpecAugment, in training only.
+    """
+
+    network: CTC | Hybrid  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    def __init__(
+        self,
+        network: CTC | Hybrid,
+        tokenizer: CTCTokenizer,
+        dtype: torch.dtype,
+        *,
+        ctc_weight: float = 1.0,
+        label_smoothing: float = 0.0,
+        mask: SpecAugment | None = None,
+    ) -> None:
+        super().__init__(network, tokenizer, dtype)
+        self.ctc_weight, self.label_smoothing, self.mask = ctc_weight, label_smoothing, mask
+        self.start = self.end = -1
+        if isinstance(network, Hybrid):
+            assert tokenizer.start is not None
+            assert tokenizer.end is not None
+            self.start, self.end = tokenizer.vocabulary[tokenizer.start], tokenizer.vocabulary[tokenizer.end]
+
+    def encode(self, prepared: Prepared) -> tuple[Tensor, Tensor, list[int]]:
+        """States (batch, states, width), real ones (batch,) on the device, and on the host."""
+        config = self.network.config.encoder
+        mel, frames = log_mel_rows(prepared.batch.waveforms, prepared.lengths, config.mel_bins)
+        if self.mask is not None and self.training:
+            real = (prepared.batch.lengths + HOP - 1) // HOP
+            mel = self.mask(mel.transpose(1, 2), real, prepared.batch.keys).transpose(1, 2)
+        states, counts = self.network.encoder(mel, frames)
+        return states, counts, [config.state_count(-(-samples // HOP)) for samples in prepared.samples]
+
+    def _outputs(self, prepared: Prepared) -> _Outputs:
+        network = self.network
+        with self.autocast(prepared.batch.waveforms.device):
+            states, counts, frames = self.encode(prepared)
+            if isinstance(network, CTC):
+                return _Outputs(states, counts, frames, network.head(network.head_dropout(states)), None)
+            logits = None if network.head is None or not self.ctc_weight else network.ctc_logits(states)
+            written = None
+            if self.ctc_weight < 1:
+                tokens = F.pad(prepared.batch.targets.clamp(min=0), (1, 0), value=self.start)
+                mask = None if prepared.lengths is None else state_mask(counts, states.shape[1])
+                written, _ = network.decoder(tokens, states, mask)
+            return _Outputs(states, counts, frames, logits, written)
+
+    def _losses(self, outputs: _Outputs, prepared: Prepared) -> Losses:
+        weights = prepared.batch.weights
+        rows = weights.new_zeros(len(weights))
+        impossible: list[str] = []
+        if outputs.logits is not None:
+            found, impossible = self._ctc(outputs.logits, outputs.frames, prepared)
+            rows = rows + self.ctc_weight * found
+        if outputs.written is not None:
+            rows = rows + (1 - self.ctc_weight) * self._attention(outputs.written, prepared)
+        return Losses((rows * weights).sum(), rows.detach(), impossible)
+
+    def forward(self, prepared: Prepared) -> Losses:
+        return self._losses(self._outputs(prepared), prepared)
+
+    def _attention(self, logits: Tensor, prepared: Prepared) -> Tensor:
+        """Each row's cross entropy (batch,): the text, then the end token."""
+        targets = F.pad(prepared.batch.targets, (0, 1), value=IGNORED)
+        targets = targets.scatter(1, prepared.batch.target_lengths[:, None], self.end)
+        losses = F.cross_entropy(
+            logits.float().transpose(1, 2),
+            targets,
+            ignore_index=IGNORED,
+            label_smoothing=self.label_smoothing,
+            reduction="none",
+        )
+        return losses.sum(dim=1)
+
+    def units(self, batch: Batch) -> float:
+        end = isinstance(self.network, Hybrid)
+        return float(((batch.target_lengths + end) * batch.weights).sum())
+
+    @torch.no_grad()
+    def evaluate(self, prepared: Prepared) -> Evaluated:
+        outputs = self._outputs(prepared)
+        losses = self._losses(outputs, prepared)
+        if isinstance(self.network, Hybrid) and self.ctc_weight < 1:
+            with self.autocast(losses.rows.device):
+                written = self.network.greedy(outputs.states, outputs.counts, self.start, self.end)
+            return Evaluated(losses, written)
+        assert outputs.logits is not None
+        return Evaluated(losses, self._greedy(outputs.logits, outputs.frames))
+
+
+class Wav2Vec2Objective(Objective):
+    """CTC on wav2vec 2.0 or HuBERT. ``hide``: the masks of fine-tuning, in training only."""
+
+    network: Wav2Vec2  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    def __init__(
+        self,
+        network: Wav2Vec2,
+        tokenizer: CTCTokenizer,
+        dtype: torch.dtype,
+        *,
+        normalize: bool = True,
+        hide: HideFrames | None = None,
+    ) -> None:
+        super().__init__(network, tokenizer, dtype)
+        self.normalize, self.hide = normalize, hide
+
+    def _logits(self, prepared: Prepared) -> tuple[Tensor, list[int]]:
+        config, lengths = self.network.config, prepared.lengths
+        waveform = prepared.batch.waveforms
+        if self.normalize:
+            waveform = normalize_waveform(waveform, lengths)
+        hidden = None
+        if self.hide is not None and self.training:
+            real, frames = config.feature_count(prepared.batch.lengths), config.feature_count(waveform.shape[1])
+            hidden = self.hide(real, frames, prepared.batch.keys)
+        with self.autocast(waveform.device):
+            logits, _ = self.network(waveform, lengths, hidden=hidden)
+        return logits, [config.frame_count(samples) for samples in prepared.samples]
+
+    def forward(self, prepared: Prepared) -> Losses:
+        return self._losses(*self._logits(prepared), prepared)
+
+    def _losses(self, logits: Tensor, frames: list[int], prepared: Prepared) -> Losses:
+        rows, impossible = self._ctc(logits, frames, prepared)
+        return Losses((rows * prepared.batch.weights).sum(), rows.detach(), impossible)
+
+    @torch.no_grad()
+    def evaluate(self, prepared: Prepared) -> Evaluated:
+        logits, frames = self._logits(prepared)
+        return Evaluated(self._losses(logits, frames, prepared), self._greedy(logits, frames))

@@ -1,0 +1,108 @@
+"""What a run will take: operations, memory, steps and time, from the network's sizes without running it.
+
+The network is run once on PyTorch's ``meta`` device, where tensors have shapes and no values: what its products cost
+and what the backward pass keeps is counted exactly, for each shape of batch.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from stapes.audio.features import HOP
+from stapes.devices.backend import Device
+from stapes.models.ctc_head import CTC
+from stapes.models.hybrid import Hybrid
+from stapes.models.wav2vec2 import Wav2Vec2
+
+_USUAL_SHARE = 0.3
+"""Of a GPU's peak that training reaches: what time is estimated from."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one batch costs."""
+
+    flops: float
+    """Operations of products and convolutions, forwards and backwards."""
+    saved_bytes: float
+    """What the forward pass keeps for the backward pass, at 4 bytes a number."""
+
+
+class Costs:
+    """Costs of batches of one network, by shape."""
+
+    def __init__(self, network: nn.Module) -> None:
+        assert isinstance(network, CTC | Hybrid | Wav2Vec2)
+        with torch.device("meta"):
+            self._network: Any = type(network)(network.config)  # pyright: ignore[reportArgumentType]
+        self._frozen = {
+            name for name, child in network.named_children() if not any(p.requires_grad for p in child.parameters())
+        }
+        self.of = lru_cache(maxsize=256)(self._of)
+
+    def _of(self, rows: int, samples: int, tokens: int) -> Cost:
+        """Of ``rows`` utterances of ``samples`` samples and ``tokens`` target tokens each, padding included."""
+        network = self._network.train()
+        lengths = torch.full((rows,), samples, device="meta")
+        saved: dict[int, tuple[Tensor, float]] = {}
+
+        def keep(tensor: Tensor) -> Tensor:
+            # Scores of attention, positions × positions, are there without a fused kernel only.
+            square = tensor.ndim == 4 and tensor.shape[-1] == tensor.shape[-2]
+            if tensor.is_floating_point() and not square and not isinstance(tensor, nn.Parameter):
+                saved[id(tensor.untyped_storage())] = (tensor, 4.0 * tensor.numel())
+            return tensor
+
+        counter = FlopCounterMode(display=False, depth=2)
+        with counter, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            if isinstance(network, Wav2Vec2):
+                network(torch.empty(rows, samples, device="meta"), lengths)
+            else:
+                mel = torch.empty(rows, network.config.encoder.mel_bins, -(-samples // HOP), device="meta")
+                frames = (lengths + HOP - 1) // HOP
+                if isinstance(network, CTC):
+                    network(mel, frames)
+                else:
+                    network(mel, torch.zeros(rows, tokens + 1, dtype=torch.int64, device="meta"), frames)
+        counts = counter.get_flop_counts()
+        name = type(network).__name__
+        forward = sum(counts["Global"].values())
+        frozen = sum(sum(counts.get(f"{name}.{child}", {}).values()) for child in self._frozen)
+        return Cost(float(3 * forward - 2 * frozen), sum(size for _, size in saved.values()))
+
+
+def parameter_counts(network: nn.Module) -> tuple[int, int]:
+    """Parameters in all, and those that are trained."""
+    sizes = [(parameter.numel(), parameter.requires_grad) for parameter in network.parameters()]
+    return sum(size for size, _ in sizes), sum(size for size, trained in sizes if trained)
+
+
+def memory_bytes(network: nn.Module, cost: Cost, *, half: bool, average: bool, checkpoint_layers: bool) -> float:
+    """Weights, gradients, AdamW's two means, the moving average, and the largest batch; workspaces come on top."""
+    every, trained = parameter_counts(network)
+    kept = cost.saved_bytes / (2 if half else 1)
+    if checkpoint_layers:
+        layers = len(network.encoder.layers)  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
+        kept = 2 * kept / max(1, layers)  # one layer's, and each layer's input
+    return 4.0 * every + 4.0 * trained * (3 + average) + kept
+
+
+def usual_flops_per_second(device: Device, precision: str) -> float:
+    """A guess at what the device will reach: a share of a known GPU's peak, or one timed product."""
+    peak = device.chip.peak_tflops.get(precision) if device.chip is not None else None
+    if peak:
+        return _USUAL_SHARE * peak * 1e12
+    a = torch.ones(512, 512, device=device.torch)
+    (a @ a).sum().item()
+    start, count = time.perf_counter(), 0
+    while time.perf_counter() - start < 0.1:
+        (a @ a).sum().item()
+        count += 1
+    return 0.5 * count * 2 * 512**3 / (time.perf_counter() - start)

@@ -1,0 +1,93 @@
+"""Where training starts from: each recipe is a function that returns all settings.
+
+A recipe is a starting point to change with ``--config`` and ``--set``; ``stapes train RECIPE --print-config`` shows
+what it says, with the meaning of every setting.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping
+
+from stapes.data.options import AugmentOptions
+from stapes.errors import UsageError
+from stapes.training.config import TrainConfig
+
+
+def ctc() -> TrainConfig:
+    """CTC from log-mel spectrograms: a Conformer from nothing, or on the encoder that model.init names."""
+    config = TrainConfig(recipe="ctc")
+    config.run.epochs = 50
+    config.augment = AugmentOptions()
+    config.masks.time_masks, config.masks.frequency_masks = 5, 2
+    return config
+
+
+def attention() -> TrainConfig:
+    """A Transformer decoder that writes token by token, over a Conformer or the encoder that model.init names."""
+    config = ctc()
+    config.recipe = config.objective.kind = "attention"
+    return config
+
+
+def hybrid() -> TrainConfig:
+    """CTC and a decoder over one encoder, decoded jointly."""
+    config = ctc()
+    config.recipe = config.objective.kind = "hybrid"
+    return config
+
+
+def wav2vec2() -> TrainConfig:
+    """CTC fine-tuning of wav2vec 2.0 or HuBERT: the paper's masks, its convolutions stay as they are."""
+    config = TrainConfig(recipe="wav2vec2")
+    config.model.init = "facebook/wav2vec2-base"
+    config.objective.hide_time = 0.5
+    config.optimizer.peak_lr = 1e-4
+    config.optimizer.freeze = ["feature_extractor"]
+    config.optimizer.freeze_steps = {"encoder": 500}
+    config.run.epochs = 30
+    return config
+
+
+def whisper_ctc() -> TrainConfig:
+    """CTC on Whisper's encoder, which is tuned more gently than the new head; a small real CTC model in minutes."""
+    config = ctc()
+    config.recipe = "whisper_ctc"
+    config.model.init = "base"
+    config.model.dropout = 0.1
+    config.optimizer.lr_scales = {"encoder": 0.3}
+    config.optimizer.warmup_steps = 200
+    config.optimizer.ema = 0.99
+    config.masks.time_masks, config.masks.frequency_masks = 2, 2
+    config.run.epochs = 40
+    config.checkpoint.dtype = "fp16"
+    return config
+
+
+def words() -> TrainConfig:
+    """A few words, said by few: yesno, spoken digits. Small enough for two CPU cores and a minute."""
+    config = TrainConfig(recipe="words")
+    config.model.width, config.model.layers, config.model.heads, config.model.mlp_width = 96, 3, 4, 256
+    config.model.conv_kernel, config.model.subsampling_channels = 15, 32
+    config.data.batch_seconds, config.data.buckets = 30.0, 4
+    config.augment = AugmentOptions()
+    config.masks.time_masks, config.masks.time_width, config.masks.frequency_masks = 2, 20, 2
+    config.optimizer.peak_lr, config.optimizer.warmup_steps = 2e-3, 50
+    config.optimizer.ema = 0.98
+    config.run.epochs, config.run.evaluate_every = 60, 100
+    return config
+
+
+RECIPES: Mapping[str, Callable[[], TrainConfig]] = {
+    recipe.__name__: recipe for recipe in (ctc, attention, hybrid, wav2vec2, whisper_ctc, words)
+}
+
+
+def recipe(name: str) -> TrainConfig:
+    """The settings of a recipe. Raises UsageError, with the nearest name, for one that is none."""
+    known = RECIPES.get(name.replace("-", "_"))
+    if known is None:
+        close = difflib.get_close_matches(name.replace("-", "_"), RECIPES, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(RECIPES)}"
+        raise UsageError(f"there is no recipe {name!r}; {hint}")
+    return known()
