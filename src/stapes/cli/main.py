@@ -24,6 +24,7 @@ from stapes.cli.interrupts import interruptible
 from stapes.cli.monitor import monitor
 from stapes.cli.profile import profile_command
 from stapes.cli.terminal import display, prepare_streams, to_json
+from stapes.cli.train import train
 from stapes.cli.transcribe import transcribe
 from stapes.cli.tune import tune
 from stapes.errors import StapesError
@@ -40,6 +41,7 @@ app = App(
 app.command(transcribe, sort_key=1, usage="Usage: stapes transcribe [OPTIONS] INPUT…")
 app.command(models.app)
 app.command(evaluate, usage="Usage: stapes evaluate [OPTIONS] MODEL MANIFEST")
+app.command(train, usage="Usage: stapes train [OPTIONS] RECIPE")
 app.command(compare, usage="Usage: stapes compare [OPTIONS] RESULT…")
 app.command(bench.app)
 app.command(kernels.app)
