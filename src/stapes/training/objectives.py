@@ -18,7 +18,7 @@ from stapes.audio.features import HOP
 from stapes.data.batching import IGNORED, Batch
 from stapes.data.masking import SpecAugment
 from stapes.decoding.ctc import greedy
-from stapes.inference.spectrogram_ctc import log_mel_rows
+from stapes.inference.spectrograms import log_mel_rows
 from stapes.models.ctc_head import CTC
 from stapes.models.ctc_loss import ctc_losses
 from stapes.models.hybrid import Hybrid, state_mask
