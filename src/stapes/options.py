@@ -52,7 +52,7 @@ class TranscribeOptions:
     """Raise the temperature by this much, up to 1, while an attempt fails a threshold. None or 0: never."""
 
     beam_size: int = 1
-    """Beams at temperature 0; 1 is greedy."""
+    """Beams at temperature 0; 1 is greedy. CTC models: texts that prefix beam search keeps."""
 
     best_of: int = 5
     """Candidates drawn at temperatures above 0; of three or more the one is taken that the others agree with most."""
@@ -71,7 +71,18 @@ class TranscribeOptions:
     """Tell the initial prompt to every window, not only to the first."""
 
     hotwords: str | None = None
-    """Words to expect, told to every window."""
+    """Words to expect, told to every window. CTC models: words, or phrases separated by commas, that beam search
+    favours."""
+
+    lm: str | None = None
+    """CTC models: an n-gram language model that beam search listens to, an ARPA file (`stapes lm build`). The beam is
+    32 unless --beam-size says otherwise."""
+
+    lm_weight: float = 0.5
+    """What the log-probabilities of the language model are multiplied by."""
+
+    n_best: int = 1
+    """CTC models: the likeliest texts of each segment, as `alternatives` in JSON, with their scores."""
 
     compression_ratio_threshold: float | None = 2.4
     """An attempt whose text compresses better than this (it repeats itself) has failed. None: never."""
@@ -119,6 +130,8 @@ class TranscribeOptions:
         check.between("logprob_threshold", -math.inf, 0.0)
         check.between("no_speech_threshold", 0.0, 1.0)
         check.between("hallucination_silence_threshold", 0.0, math.inf)
+        check.between("lm_weight", 0.0, 100.0)
+        check.between("n_best", 1, 64)
         check.between("batch_size", 1, 4096)
         check.between("seed", 0, 2**63 - 1)
         self.suppressed_ids()

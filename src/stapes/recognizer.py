@@ -19,26 +19,31 @@ from stapes.audio.decode import AudioSource
 from stapes.audio.vad import VoiceActivityDetector
 from stapes.checkpoints import catalog
 from stapes.checkpoints.formats import WhisperCheckpoint
-from stapes.checkpoints.load import load_whisper, open_checkpoint
+from stapes.checkpoints.load import WAV2VEC2, load_whisper, model_type, open_checkpoint
 from stapes.checkpoints.tokenizer import open_tokenizer
+from stapes.checkpoints.wav2vec2 import load_wav2vec2, open_wav2vec2
 from stapes.decoding.rules import Vocabulary
 from stapes.devices import tuned
 from stapes.devices.backend import Device, choose_dtype, fp8_dtype, resolve
 from stapes.devices.memory import save_gpu_memory
 from stapes.errors import ModelError, UsageError
+from stapes.inference.ctc_family import CTCFamily
+from stapes.inference.ctc_model import Wav2Vec2CTC
+from stapes.inference.family import Family
 from stapes.inference.gpu_whisper import GpuWhisperEngine
 from stapes.inference.ingest import Ingest, Job, name_of
 from stapes.inference.packed import is_worth_packing, pack_module
 from stapes.inference.planner import Plan, plan, workspace_bytes
 from stapes.inference.quantized import quantizer
-from stapes.inference.recording import Model
 from stapes.inference.requests import Priority
 from stapes.inference.scheduler import Scheduler
+from stapes.inference.torch_ctc import TorchCTCEngine, batch_seconds
 from stapes.inference.torch_whisper import TorchWhisperEngine
+from stapes.inference.whisper_family import WhisperFamily
 from stapes.models.whisper import WhisperConfig
 from stapes.options import Backend, Precision, TranscribeOptions
 from stapes.progress import Progress, Silent
-from stapes.text.tokenizers import WhisperTokenizer, language_code
+from stapes.text.tokenizers import WhisperTokenizer
 from stapes.transcript import Segment, Transcript
 
 _SMALL = 4 << 30
@@ -83,6 +88,8 @@ def load(
     if budget is not None and where.memory is not None:
         torch.cuda.set_per_process_memory_fraction(min(1.0, budget / where.memory), where.torch)
     name, location = _find(model, where, task, language, model_dir, offline, progress)
+    if model_type(location.path) in WAV2VEC2:
+        return _load_ctc(name, location.path, where, precision, dtype, batch_size, language)
     checkpoint = open_checkpoint(location.path, name, location.parts)
     tokenizer = open_tokenizer(checkpoint, model_dir)
     slots, encoder_batch = batch_size or _default_slots(where), 1
@@ -159,7 +166,34 @@ def assemble(
         slots,
         encoder_batch=1 if device.backend == "cpu" else encoder_batch or min(8, slots),
     )
-    return Recognizer(name, checkpoint, tokenizer, engine, device)
+    return Recognizer(WhisperFamily(name, checkpoint, tokenizer, engine), device)
+
+
+def _load_ctc(
+    name: str,
+    path: Path,
+    device: Device,
+    precision: Precision,
+    dtype: torch.dtype,
+    slots: int | None,
+    language: str | None,
+) -> Recognizer:
+    """Load a model of the kind of wav2vec 2.0; ``language`` chooses among its adapters, where it has any."""
+    if precision in ("fp8", "int8", "int4"):
+        raise UsageError(f"--precision {precision}: {name} runs in fp32, bf16 or fp16; say one of them, or auto")
+    checkpoint = open_wav2vec2(path, name)
+    has_several = checkpoint.languages or (checkpoint.tokenizer is not None and checkpoint.tokenizer.vocabularies)
+    if language is not None and has_several:
+        checkpoint = open_wav2vec2(path, name, language)
+    network = load_wav2vec2(checkpoint, dtype, device.torch)
+    model = Wav2Vec2CTC(checkpoint, network)
+    engine = TorchCTCEngine(
+        model,
+        slots or (1 if device.memory is None else _default_slots(device)),
+        batch_seconds=batch_seconds(device.torch, dtype),
+    )
+    parameters = sum(parameter.numel() for parameter in network.parameters())
+    return Recognizer(CTCFamily(name, model, engine, checkpoint.config, parameters), device)
 
 
 def _find(
@@ -212,22 +246,14 @@ def _default_slots(device: Device) -> int:
 class Recognizer:
     """A loaded model. Any number of threads may call it at the same time: their windows share the device."""
 
-    def __init__(
-        self,
-        name: str,
-        checkpoint: WhisperCheckpoint,
-        tokenizer: WhisperTokenizer,
-        engine: TorchWhisperEngine,
-        device: Device,
-    ) -> None:
-        self.name, self.device = name, device
-        self.config = checkpoint.config
-        self.tokenizer, self.engine = tokenizer, engine
-        self._suppressed = checkpoint.suppress_tokens
+    def __init__(self, family: Family, device: Device) -> None:
+        self.family, self.device = family, device
+        self.name, self.config = family.name, family.config
+        self.tokenizer, self.engine = family.tokenizer, family.engine
         self._detector: VoiceActivityDetector | None = None
-        self._slots = engine.slots
+        self._slots = self.engine.slots
         self._lock = threading.Lock()
-        self._scheduler = Scheduler(engine, slots=engine.slots, resize=partial(_resize, engine))
+        self._scheduler = Scheduler(self.engine, slots=self._slots, resize=partial(_resize, self.engine))
 
     def transcribe(
         self,
@@ -299,17 +325,17 @@ class Recognizer:
     ) -> Generator[Transcript, None, None]:
         if priority not in get_args(Priority):
             raise UsageError(f"priority is {priority!r}: say {' or '.join(get_args(Priority))}")
-        options = self._check(options)
+        options = self.family.check(options)
         progress = progress or Silent()
-        model = Model(self.tokenizer, self.config.text_context, self._suppress(options))
         ingest = Ingest(
             inputs,
-            model,
+            self.family.feeds(options),
             options,
             self._speech_detector() if options.vad else None,
             progress,
             workers=workers,
             ahead=2 * (options.batch_size or self._slots) + workers,
+            replays=self.family.replays,
         )
         # The thread that drives the engine is to work as this one would.
         prepare = partial(_settle_thread, self.device.torch, torch.get_num_threads())
@@ -322,40 +348,6 @@ class Recognizer:
             if self._detector is None:
                 self._detector = VoiceActivityDetector(threads=_workers())
             return self._detector
-
-    def _check(self, options: TranscribeOptions) -> TranscribeOptions:
-        """Refuse what this model cannot do, before any work is done."""
-        language = options.language
-        if language is not None:
-            language = language_code(language)
-            self.tokenizer.language_id(language)
-        elif not self.tokenizer.is_multilingual:
-            language = "en"
-        if options.task == "translate":
-            if not self.tokenizer.is_multilingual:
-                raise UsageError(
-                    f"{self.name} knows English only and cannot translate: use base, small, medium or large-v3"
-                )
-            if self.config.decoder_layers < self.config.encoder_layers:
-                raise UsageError(f"{self.name} was not trained to translate: use base, small, medium or large-v3")
-        return replace(options, language=language)
-
-    def _suppress(self, options: TranscribeOptions) -> tuple[int, ...]:
-        ids: set[int] = set()
-        for token in options.suppressed_ids():
-            if token == -1:
-                ids.update(self._suppressed if self._suppressed is not None else self.tokenizer.non_speech_tokens())
-            elif 0 <= token < self.config.vocab_size:
-                ids.add(token)
-            else:
-                raise UsageError(
-                    f"--suppress-tokens has {token}: this model's tokens go up to {self.config.vocab_size - 1}"
-                )
-        tokenizer = self.tokenizer
-        # Never text, whatever the user asks: openai/whisper suppresses these too.
-        ids |= {tokenizer.transcribe, tokenizer.translate, tokenizer.sot, tokenizer.sot_prev, tokenizer.sot_lm}
-        ids.add(tokenizer.no_speech)
-        return tuple(sorted(ids))
 
     def _transcript(self, job: Job, progress: Progress) -> Transcript:
         recordings = job.channels
@@ -392,7 +384,7 @@ class Recognizer:
         )
 
 
-def _resize(engine: TorchWhisperEngine, slots: int) -> None:
+def _resize(engine: TorchWhisperEngine | TorchCTCEngine, slots: int) -> None:
     """Make an engine decode that many windows together. Only while it holds none: it drops all slots."""
     engine.clear()
     engine.slots = slots

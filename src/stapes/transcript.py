@@ -26,11 +26,26 @@ class Word:
 
 
 @dataclass(slots=True)
+class Alternative:
+    """A text that a segment may say. ``score``: its log-probability with all that speaks for it, a language model for
+    example; ``acoustic``: by the recording alone."""
+
+    text: str
+    score: float
+    acoustic: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON form."""
+        return {"text": self.text, "score": round(self.score, 4), "acoustic": round(self.acoustic, 4)}
+
+
+@dataclass(slots=True)
 class Segment:
     """A stretch of speech: usually a sentence or a phrase.
 
     ``seek`` is where the window that produced it begins, in hundredths of a second (openai/whisper's frames).
-    ``tokens`` include the timestamp tokens. ``words`` is None unless word timestamps were asked for.
+    ``tokens`` include the timestamp tokens. ``words`` is None unless word timestamps were asked for; ``alternatives``,
+    the likeliest first, unless several texts were.
     """
 
     id: int
@@ -45,9 +60,10 @@ class Segment:
     no_speech_prob: float = 0.0
     words: list[Word] | None = None
     speaker: str | None = None
+    alternatives: list[Alternative] | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """openai/whisper's JSON shape; ``words`` and ``speaker`` only where they are known.
+        """openai/whisper's JSON shape; ``words``, ``speaker`` and ``alternatives`` only where they are known.
 
         Numbers are rounded to what they mean: the last digits of a probability depend on what was decoded beside it.
         """
@@ -67,6 +83,8 @@ class Segment:
             out["words"] = [word.to_dict() for word in self.words]
         if self.speaker is not None:
             out["speaker"] = self.speaker
+        if self.alternatives is not None:
+            out["alternatives"] = [alternative.to_dict() for alternative in self.alternatives]
         return out
 
 

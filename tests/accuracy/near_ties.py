@@ -52,7 +52,7 @@ def request_of(recognizer: Recognizer) -> DecodeRequest:
         prompt=tuple(prompt),
         sot_index=0,
         timestamps=False,
-        suppressed=recognizer._suppress(stapes.TranscribeOptions()),
+        suppressed=recognizer.family.suppressed(stapes.TranscribeOptions()),
         stop_loops=False,
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -16,9 +17,11 @@ import torch
 from stapes.devices.backend import resolve
 from stapes.inference.engine import Alignment, DecodeRequest, DecodeResult
 from stapes.inference.ingest import Ingest, Job
+from stapes.inference.longform import open_recording
 from stapes.inference.mixer import Mixer
 from stapes.inference.recording import Model
 from stapes.inference.requests import Priority, Request
+from stapes.inference.whisper_family import WhisperFamily
 from stapes.options import TranscribeOptions
 from stapes.progress import Progress, Silent
 from stapes.recognizer import Recognizer
@@ -223,7 +226,8 @@ def fake_recognizer(monkeypatch: pytest.MonkeyPatch, engine: FakeEngine) -> Reco
     config = SimpleNamespace(text_context=448, vocab_size=3000, decoder_layers=2, encoder_layers=2)
     checkpoint: Any = SimpleNamespace(config=config, suppress_tokens=None)
     monkeypatch.setattr("stapes.recognizer.VoiceActivityDetector", lambda **_: FakeDetector())
-    return Recognizer("fake", checkpoint, FakeTokenizer(), engine, resolve("cpu"))  # type: ignore[arg-type]
+    family = WhisperFamily("fake", checkpoint, FakeTokenizer(), engine)  # type: ignore[arg-type]
+    return Recognizer(family, resolve("cpu"))
 
 
 def read_now(inputs: Sequence[Any], *, progress: Progress | None = None, **options: Any) -> Ingest:
@@ -231,7 +235,8 @@ def read_now(inputs: Sequence[Any], *, progress: Progress | None = None, **optio
     chosen = TranscribeOptions(**({"language": "en"} | options))
     pairs: Iterable[Any] = [(source, 16000 if isinstance(source, np.ndarray) else None) for source in inputs]
     detector: Any = FakeDetector() if chosen.vad else None
-    ingest = Ingest(pairs, MODEL, chosen, detector, progress or Silent(), workers=0, ahead=len(inputs) + 1)
+    make = partial(open_recording, MODEL, chosen)
+    ingest = Ingest(pairs, make, chosen, detector, progress or Silent(), workers=0, ahead=len(inputs) + 1)
     ingest._work()
     return ingest
 

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import closing
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,7 @@ from fakes import (
 
 from stapes.inference import ingest as ingest_module
 from stapes.inference.ingest import Ingest, Job
+from stapes.inference.longform import open_recording
 from stapes.inference.scheduler import Scheduler
 from stapes.options import TranscribeOptions
 from stapes.progress import Silent
@@ -47,7 +49,7 @@ class Run:
         pairs = ((source, 16000 if isinstance(source, np.ndarray) else None) for source in inputs)
         self.ingest = Ingest(
             pairs,
-            MODEL,
+            partial(open_recording, MODEL, options),
             options,
             FakeDetector() if options.vad else None,  # type: ignore[arg-type]
             self.progress,

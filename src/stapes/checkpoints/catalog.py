@@ -10,6 +10,7 @@ from pathlib import Path
 
 from stapes.checkpoints.download import download
 from stapes.checkpoints.huggingface import has_weights
+from stapes.checkpoints.tensors import read_json
 from stapes.errors import ModelError
 from stapes.progress import Progress, Silent
 
@@ -212,8 +213,20 @@ def list_models(model_dir: str | Path | None = None) -> list[ModelEntry]:
         name = path.stem if path.suffix == ".pt" else path.name.replace("--", "/")
         if name in KNOWN or name.startswith(".") or not (path.suffix == ".pt" or (path / "config.json").exists()):
             continue
-        entries.append(ModelEntry(name, None, True, 0, [], str(path), Location(path).size, "in the model folder"))
+        languages, note = _in_folder(path)
+        entries.append(ModelEntry(name, None, True, languages, [], str(path), Location(path).size, note))
     return entries
+
+
+def _in_folder(path: Path) -> tuple[int, str]:
+    """Languages of a model in our folder, as far as its files tell, and what it is."""
+    try:
+        kind = read_json(path / "config.json").get("model_type") if path.is_dir() else None
+    except ModelError:
+        return 0, "in the model folder, damaged"
+    if kind in (None, "whisper"):
+        return 0, "in the model folder"
+    return len(list(path.glob("adapter.*.safetensors"))), f"in the model folder, {kind}"
 
 
 def pull(

@@ -15,12 +15,29 @@ from stapes.checkpoints.ctranslate2 import open_ctranslate2
 from stapes.checkpoints.formats import EMBEDDING, WhisperCheckpoint
 from stapes.checkpoints.huggingface import open_huggingface
 from stapes.checkpoints.openai import open_openai
+from stapes.checkpoints.tensors import read_json
 from stapes.devices.memory import trim_heap
 from stapes.errors import ModelError
 from stapes.models.whisper import Whisper, sinusoids
 
 # Memory is given back each time this part of the model has been read: what lies idle stays within it.
 _IDLE_PART = 0.004
+
+
+WAV2VEC2 = ("wav2vec2", "hubert")
+"""``model_type`` of the models that `stapes.checkpoints.wav2vec2` opens."""
+
+
+def model_type(path: Path) -> str | None:
+    """What ``config.json`` calls the model in a folder, or that of a file of weights; None where it is not there.
+
+    Raises ModelError where it is damaged.
+    """
+    settings = (path if path.is_dir() else path.parent) / "config.json"
+    if path.suffix == ".pt" or not settings.exists():
+        return None
+    kind = read_json(settings).get("model_type")
+    return kind if isinstance(kind, str) else None
 
 
 def open_checkpoint(path: Path, name: str | None = None, parts: list[Path] | None = None) -> WhisperCheckpoint:

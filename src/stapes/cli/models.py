@@ -93,7 +93,7 @@ def _table(entries: list[ModelEntry], fit_terminal: bool) -> str:
         right = heading in ("params", "size")
         table.add_column(heading, justify="right" if right else "left", overflow="fold", no_wrap=heading == "model")
     for entry in entries:
-        languages = "English" if not entry.multilingual and entry.languages <= 1 else str(entry.languages)
+        languages = "English" if not entry.multilingual and entry.languages <= 1 else str(entry.languages or "?")
         where = (
             f"here: {entry.location}"
             if entry.location

@@ -160,7 +160,7 @@ def transcribe(
     """
     if not inputs:
         raise UsageError("nothing to transcribe: name a file, such as `stapes transcribe talk.mp3`")
-    if options.language is not None:  # a slip of the pen need not wait for the model
+    if options.language is not None and model.model is None:  # a slip of the pen need not wait for the model
         from stapes.text.tokenizers import language_code
 
         language_code(options.language)

@@ -43,7 +43,7 @@ from stapes.evaluation.snr import estimate_snr
 from stapes.evaluation.summary import summarize
 from stapes.options import TranscribeOptions
 from stapes.progress import Progress, Silent
-from stapes.text.tokenizers import language_code
+from stapes.text.tokenizers import language_code, language_label
 
 RUN = "run.json"
 """What the folder was begun with, and the time each session took."""
@@ -106,7 +106,7 @@ class Evaluation:
         self.normalizer, self.measure_snr, self.command = normalizer, measure_snr, command or []
         self.failures: list[tuple[str, str]] = []
         self.notes: list[str] = []
-        self.given = language_code(options.language) if options.language is not None else None
+        self.given = language_label(options.language)
         choose(normalizer, None)
         normalize("", choose(normalizer, "en"))  # now, not after an hour of work
         word_errors("a", "b")

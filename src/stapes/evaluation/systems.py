@@ -10,10 +10,9 @@ import torch
 import stapes
 from stapes.checkpoints import catalog
 from stapes.devices.backend import choose_dtype
-from stapes.errors import ModelError, StapesError, UsageError
+from stapes.errors import ModelError, StapesError
 from stapes.evaluation.peers import Peer, is_peer, open_peer
 from stapes.evaluation.results import ModelFacts
-from stapes.models.whisper import Whisper
 from stapes.options import Backend, Precision, TranscribeOptions
 from stapes.progress import Progress
 from stapes.recognizer import Recognizer
@@ -32,12 +31,9 @@ class Stapes:
         self.gpu: int | None = device.index if device.type == "cuda" else None
 
     def transcribe_many(self, paths: Iterable[str], language: str | None) -> Iterator[tuple[str, str | StapesError]]:
-        """As ``Recognizer.transcribe_many``. A language that this multilingual model does not know is detected."""
-        if language is not None and self._recognizer.tokenizer.is_multilingual:
-            try:
-                self._recognizer.tokenizer.language_id(language)
-            except UsageError:
-                language = None
+        """As ``Recognizer.transcribe_many``. A language that this multilingual model does not know is not told."""
+        if language is not None and not self._recognizer.family.can_be_told(language):
+            language = None
         for transcript in self._recognizer.transcribe_many(paths, replace(self._options, language=language)):
             assert transcript.path is not None
             error = transcript.error
@@ -77,17 +73,16 @@ def open_system(
         threads=threads,
         model_dir=model_dir,
         offline=offline,
+        language=options.language,
         progress=progress,
     )
-    with torch.device("meta"):
-        parameters = sum(parameter.numel() for parameter in Whisper(recognizer.config).parameters())
     location = catalog.find(name, model_dir)
     facts = ModelFacts(
         name=recognizer.name,
         path=str(location.path) if location else None,
         precision=_PRECISIONS[choose_dtype(precision, recognizer.device)],
         device=recognizer.device.name,
-        parameters=parameters,
+        parameters=recognizer.family.parameters,
     )
     return Stapes(recognizer, options, facts)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import difflib
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -11,7 +13,7 @@ import torch
 from torch import Tensor
 
 from stapes.checkpoints.wav2vec2 import Wav2Vec2Checkpoint, set_language
-from stapes.errors import ModelError
+from stapes.errors import ModelError, UsageError
 from stapes.models.wav2vec2 import GroupNormConvLayer, Statistics, Wav2Vec2
 from stapes.models.waveform import Moments, normalization, normalize_waveform, window_moments, zero_padding
 from stapes.text.ctc_tokenizer import CTCTokenizer
@@ -43,11 +45,15 @@ class Meter(Protocol):
 class CTCModel(Protocol):
     """A waveform goes in, logits come out. What is between the two (a mel spectrogram, a GPU's kernels) is its own.
 
-    Padding and neighbours in a batch never change a row. Not thread-safe: one thread calls it.
+    Padding and neighbours in a batch never change a row.
     """
 
+    lock: threading.Lock
+    """To be held while the language is set and the model called, so that several threads may use it in turn."""
     tokenizer: CTCTokenizer
     """Of the language that is set."""
+    languages: tuple[str, ...]
+    """Those that it has adapters for; empty where it has one only, whichever that is."""
     device: torch.device
     hop: int
     """Samples from the start of a frame of logits to the start of the next."""
@@ -64,6 +70,10 @@ class CTCModel(Protocol):
         """A new one for a recording (any thread may call this)."""
         ...
 
+    def tokenizer_for(self, language: str | None) -> CTCTokenizer:
+        """The vocabulary of a language (any thread may call this). Raises UsageError for one that it does not have."""
+        ...
+
     def set_language(self, language: str | None) -> None:
         """Use the adapter and the vocabulary of this language from now on; None: of the one it was loaded with."""
         ...
@@ -73,10 +83,31 @@ class CTCModel(Protocol):
     ) -> tuple[Tensor, Tensor]:
         """Logits (batch, frames, vocabulary) and real frames (batch,).
 
-        waveform: (batch, samples), float32, 16 kHz, as recorded, of which ``lengths`` (batch,) samples are real.
+        waveform: (batch, samples), float32, 16 kHz, as recorded, on the device, of which ``lengths`` (batch,) samples,
+        on the CPU, are real.
         ``measured``: for rows that are windows, what the meter of each one's recording said. None: rows are recordings.
         """
         ...
+
+
+class OneLanguage:
+    """What a model of one language says to what `CTCModel` asks about languages."""
+
+    tokenizer: CTCTokenizer
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.languages: tuple[str, ...] = ()
+
+    def tokenizer_for(self, language: str | None) -> CTCTokenizer:
+        """The one that there is."""
+        if language is not None:
+            raise UsageError(f"the model knows one language and has no adapter for {language!r}: leave it out")
+        return self.tokenizer
+
+    def set_language(self, language: str | None) -> None:
+        """Nothing but None can be set."""
+        self.tokenizer_for(language)
 
 
 class Normalization(NamedTuple):
@@ -125,18 +156,20 @@ def _sum(a: Moments | None, b: Moments) -> Moments:
     return b if a is None else a + b
 
 
-Network = Callable[[Tensor, Tensor | None, Statistics | None], tuple[Tensor, Tensor]]
-"""What computes the logits: a `Wav2Vec2`, or anything that is called as one is."""
+Network = Callable[[Tensor, Tensor, Statistics | None], tuple[Tensor, Tensor]]
+"""What computes the logits; called as a `Wav2Vec2`, but with lengths on the CPU."""
+
+
+def plain(network: Wav2Vec2) -> Network:
+    """The network itself."""
+    return lambda waveform, lengths, statistics: network(waveform, lengths.to(waveform.device), statistics)
 
 
 class Wav2Vec2CTC:
     """wav2vec 2.0, HuBERT, XLS-R or MMS as a `CTCModel`. Raises ModelError for a checkpoint that writes no text."""
 
     def __init__(
-        self,
-        checkpoint: Wav2Vec2Checkpoint,
-        network: Wav2Vec2,
-        make: Callable[[Wav2Vec2], Network] = lambda network: network,
+        self, checkpoint: Wav2Vec2Checkpoint, network: Wav2Vec2, make: Callable[[Wav2Vec2], Network] = plain
     ) -> None:
         """``make``: what runs the network, made anew for each language: the network itself, or a GPU's form of it."""
         if checkpoint.tokenizer is None or network.head is None:
@@ -144,8 +177,10 @@ class Wav2Vec2CTC:
                 f"{checkpoint.path} was only pre-trained and writes no text: give a model that was fine-tuned with CTC"
             )
         config = network.config
+        self.lock = threading.Lock()
         self.checkpoint, self.network = checkpoint, network
-        self.tokenizer = checkpoint.tokenizer
+        self.tokenizer = self._tokenizer = checkpoint.tokenizer
+        self.languages = checkpoint.languages
         self.device = network.head.weight.device
         self.hop = config.hop * config.downsampling_stride**config.downsampling_layers
         self.window = _multiple(WINDOW_SECONDS, self.hop)
@@ -153,15 +188,26 @@ class Wav2Vec2CTC:
         self.frame_count: Callable[[int], int] = config.frame_count
         self._make = make
         self._run = make(network)
-        self._default = self._language = checkpoint.language
+        self._loaded = self._language = checkpoint.language
         first = network.feature_extractor.first
         self._first = copy.deepcopy(first).cpu() if isinstance(first, GroupNormConvLayer) else None
 
     def meter(self) -> WaveformMeter:
         return WaveformMeter(self.checkpoint.normalize, self._first)
 
+    def tokenizer_for(self, language: str | None) -> CTCTokenizer:
+        if language is None or language == self._loaded:
+            return self._tokenizer
+        if language not in self.languages:
+            close = difflib.get_close_matches(language, self.languages, n=3) or self.languages[:5]
+            raise UsageError(
+                f"{self.checkpoint.name} has no adapter for the language {language!r}: "
+                + (f"it has {', '.join(close)}" if close else "it knows one language only; leave --language out")
+            )
+        return self._tokenizer.for_language(language)
+
     def set_language(self, language: str | None) -> None:
-        language = language or self._default
+        language = language or self._loaded
         if language is not None and language != self._language:
             self.checkpoint = set_language(self.network, self.checkpoint, language)
             assert self.checkpoint.tokenizer is not None
@@ -172,13 +218,14 @@ class Wav2Vec2CTC:
         self, waveform: Tensor, lengths: Tensor, measured: Sequence[Normalization] | None = None
     ) -> tuple[Tensor, Tensor]:
         statistics = None
+        real = lengths.to(waveform.device, non_blocking=True)
         if measured is None:
             if self.checkpoint.normalize:
-                waveform = normalize_waveform(waveform, lengths)
+                waveform = normalize_waveform(waveform, real)
         else:
             rows = torch.tensor([(row.shift, row.scale) for row in measured], dtype=waveform.dtype)
             shift, scale = rows.to(waveform.device, non_blocking=True)[:, :, None].unbind(1)
-            waveform = zero_padding((waveform + shift) * scale, lengths)
+            waveform = zero_padding((waveform + shift) * scale, real)
             found = [row.statistics for row in measured if row.statistics is not None]
             if found:
                 statistics = Statistics(

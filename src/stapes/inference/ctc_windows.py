@@ -95,14 +95,21 @@ class Cutter:
 
 
 class Emissions:
-    """What a CTC model says to a whole recording, in constant memory: iterate, once, in the thread of the model.
+    """What a CTC model says to a whole recording, in constant memory: iterate over it, once.
 
     Yields (number of the first frame, log-probabilities (frames, vocabulary) float32 on the model's device), window
     after window, without a gap or an overlap. A recording that breaks off raises AudioError after what could be read.
     """
 
     def __init__(
-        self, model: CTCModel, source: AudioSource, *, batch: int = 1, channels: str = "mix", **settings: Any
+        self,
+        model: CTCModel,
+        source: AudioSource,
+        *,
+        batch: int = 1,
+        language: str | None = None,
+        channels: str = "mix",
+        **settings: Any,
     ) -> None:
         """Measure the recording. ``batch``: windows computed together; ``settings``: those of `open_audio`.
 
@@ -110,7 +117,7 @@ class Emissions:
         """
         if channels == "separate":
             raise UsageError("--channels separate: one channel can be heard at a time; say mix or its number")
-        self.model, self.batch = model, batch
+        self.model, self.batch, self.language = model, batch, language
         self._replay = Replay(source, channels=channels, **settings)
         self._error: StapesError | None = None
         self._held: list[np.ndarray] | None = []
@@ -179,7 +186,9 @@ class Emissions:
         waveform = torch.nn.utils.rnn.pad_sequence([torch.from_numpy(pcm) for _, pcm in windows], batch_first=True)
         lengths = torch.tensor([len(pcm) for _, pcm in windows])
         measured = None if self._measured is None else [self._measured] * len(windows)
-        logits, _ = self.model(waveform.to(self.model.device), lengths.to(self.model.device), measured)
+        with self.model.lock:
+            self.model.set_language(self.language)
+            logits, _ = self.model(waveform.to(self.model.device), lengths, measured)
         return [
             (window.frame, row[window.first : window.last].float().log_softmax(dim=-1))
             for (window, _), row in zip(windows, logits, strict=True)

@@ -8,18 +8,19 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from stapes.audio.decode import AudioSource, open_audio
+from stapes.audio.decode import AudioSource, AudioStream, open_audio
 from stapes.audio.features import SAMPLE_RATE
+from stapes.audio.replay import Replay
 from stapes.audio.vad import VoiceActivityDetector
-from stapes.errors import StapesError
-from stapes.inference.longform import PackedRecording, SequentialRecording
-from stapes.inference.recording import Model, Recording, Window
+from stapes.errors import AudioError, StapesError
+from stapes.inference.feed import AudioFeed, FeedMaker, FeedWindow
 from stapes.options import TranscribeOptions
 from stapes.progress import Progress
 
@@ -40,7 +41,7 @@ class Job:
     source: AudioSource
     sample_rate: int | None
     name: str
-    channels: list[Recording] = field(default_factory=list)
+    channels: list[AudioFeed] = field(default_factory=list)
     offset: float = 0.0
     read: bool = False
     error: str | None = None
@@ -75,13 +76,14 @@ def name_of(source: AudioSource) -> str:
 class Ingest:
     """Worker threads that read jobs in order and hand their windows to one scheduling thread.
 
-    ahead: jobs that are read and not collected by the caller yet, at most.
+    make: makes the state machine of a channel. ahead: jobs that are read and not collected by the caller yet, at most.
+    replays: the machines may want a recording twice; what comes only once is then copied to a temporary file.
     """
 
     def __init__(
         self,
         inputs: Iterable[tuple[AudioSource, int | None]],
-        model: Model,
+        make: FeedMaker,
         options: TranscribeOptions,
         detector: VoiceActivityDetector | None,
         progress: Progress,
@@ -89,9 +91,10 @@ class Ingest:
         workers: int,
         ahead: int,
         max_seconds: float | None = None,
+        replays: bool = False,
     ) -> None:
-        self.model, self.options, self.detector, self.progress = model, options, detector, progress
-        self.max_seconds = max_seconds
+        self.make, self.options, self.detector, self.progress = make, options, detector, progress
+        self.max_seconds, self.replays = max_seconds, replays
         self.ahead = ahead
         self.changed = threading.Condition()
         self.jobs: list[Job] = []
@@ -113,7 +116,7 @@ class Ingest:
 
     # The scheduling thread.
 
-    def take(self) -> Window | None:
+    def take(self) -> FeedWindow | None:
         """The next window that is ready, of the earliest job that has one."""
         with self.changed:
             jobs = list(self.jobs)
@@ -238,16 +241,28 @@ class Ingest:
 
     def _read(self, job: Job) -> None:
         clips = self.options.clips()
-        start, end = clips[0][0], clips[-1][1]
-        job.offset = start
-        stream = open_audio(
-            job.source,
-            sample_rate=job.sample_rate,
-            start=start,
-            end=end,
-            channels=self.options.channels,
-            max_seconds=self.max_seconds,
-        )
+        job.offset = clips[0][0]
+        settings: dict[str, Any] = {
+            "sample_rate": job.sample_rate,
+            "start": clips[0][0],
+            "end": clips[-1][1],
+            "channels": self.options.channels,
+            "max_seconds": self.max_seconds,
+        }
+        if not self.replays:
+            self._read_once(job, open_audio(job.source, **settings))
+            return
+        with Replay(job.source, **settings) as replay:
+            try:
+                self._read_once(job, replay.open())
+            except StapesError:
+                self._read_again(job, replay)  # as far as it was read
+                raise
+            if not self._read_again(job, replay):
+                raise AudioError(f"{job.name} has become shorter while it was read: transcribe it again")
+
+    def _read_once(self, job: Job, stream: AudioStream) -> None:
+        clips, start = self.options.clips(), job.offset
         job.name = stream.name
         with stream:
             job.estimate = stream.duration or 0.0
@@ -256,9 +271,7 @@ class Ingest:
                 (round((a - start) * SAMPLE_RATE), None if b is None else round((b - start) * SAMPLE_RATE))
                 for a, b in clips
             ]
-            pack = self.options.vad and not self.options.condition_on_previous_text
-            make: type[Recording] = PackedRecording if pack else SequentialRecording
-            recordings: list[Recording] = [make(self.model, self.options, samples) for _ in range(stream.channels)]
+            recordings = [self.make(samples) for _ in range(stream.channels)]
             states: list[Any] = [self.detector.state() for _ in recordings] if self.detector else []
             with self.changed:
                 job.channels = recordings
@@ -271,6 +284,20 @@ class Ingest:
                 # What was read before a failure is transcribed all the same.
                 self._hand_over(job, np.zeros((len(recordings), 0), dtype=np.float32), states, final=True)
 
+    def _read_again(self, job: Job, replay: Replay) -> bool:
+        """Read a recording a second time, for the channels that want it. False: they lack something."""
+        channels = [(number, recording) for number, recording in enumerate(job.channels) if recording.again]
+        if not channels or self._stopped:
+            return True
+        with suppress(StapesError), replay.open() as stream:  # what breaks it off now has done so before
+            for chunk in _regroup(stream):
+                for number, recording in channels:
+                    recording.feed_again(chunk[number])
+                if not self._notify_and_wait(job):
+                    return True
+        lacking = [recording for _, recording in channels if not recording.finish_again()]
+        return not lacking
+
     def _hand_over(self, job: Job, chunk: np.ndarray, states: list[Any], final: bool) -> bool:
         """Find speech in the next samples and hand both to the recordings. False: stopped."""
         probabilities: list[np.ndarray | None] = [None] * len(job.channels)
@@ -281,10 +308,14 @@ class Ingest:
                 recording.finish(probability)
             else:
                 recording.feed(samples, probability)
+        return self._notify_and_wait(job, wait=not final)
+
+    def _notify_and_wait(self, job: Job, *, wait: bool = True) -> bool:
+        """There may be windows: let them be taken, before more is read. False: stopped."""
         with self.changed:
             self._notify()
             # The fullest counts: of two speakers one may be silent throughout.
-            while not final and not self._stopped and max(r.backlog for r in job.channels) > _BACKLOG:
+            while wait and not self._stopped and max(r.backlog for r in job.channels) > _BACKLOG:
                 self.changed.wait()
             return not self._stopped
 

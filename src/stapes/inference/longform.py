@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from stapes.audio.features import SAMPLE_RATE, WINDOW_SAMPLES
 from stapes.audio.vad import Region
 from stapes.audio.windows import PackedWindow, Piece, WindowPacker
+from stapes.inference.feed import Clips
 from stapes.inference.recording import Draft, Model, Recording, Window
 from stapes.inference.segments import is_anomalous
 from stapes.options import TranscribeOptions
@@ -41,7 +42,7 @@ class PackedRecording(Recording):
     keeps_open_segment = True
     language_windows = 3
 
-    def __init__(self, model: Model, options: TranscribeOptions, clips: Sequence[tuple[int, int | None]]) -> None:
+    def __init__(self, model: Model, options: TranscribeOptions, clips: Clips) -> None:
         super().__init__(model, options, clips)
         self._packer = WindowPacker()
         self._ready: deque[Window] = deque()
@@ -125,7 +126,7 @@ class SequentialRecording(Recording):
     keeps_open_segment = False
     language_windows = 1  # as in openai/whisper; the second window needs the first one's text
 
-    def __init__(self, model: Model, options: TranscribeOptions, clips: Sequence[tuple[int, int | None]]) -> None:
+    def __init__(self, model: Model, options: TranscribeOptions, clips: Clips) -> None:
         super().__init__(model, options, clips)
         self._spans: deque[tuple[int, int | None]] = deque() if options.vad else deque(self.clips)
         self._open: Region | None = None
@@ -263,6 +264,12 @@ class SequentialRecording(Recording):
     def _last_speech(self, window: Window) -> float:
         end = next((segment.words[-1].end for segment in reversed(self.segments) if segment.words), 0.0)
         return min(0.0, end - window.start / SAMPLE_RATE)
+
+
+def open_recording(model: Model, options: TranscribeOptions, clips: Clips) -> Recording:
+    """The state machine of a channel that suits the options."""
+    pack = options.vad and not options.condition_on_previous_text
+    return (PackedRecording if pack else SequentialRecording)(model, options, clips)
 
 
 def _is_island(segments: Sequence[Segment], index: int, duration: float, limit: float) -> bool:

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from stapes.inference.engine import Engine
+from stapes.inference.feed import FeedWindow
 from stapes.inference.queues import Queue, Queues
-from stapes.inference.recording import Draft, Window
 from stapes.inference.requests import Request, Task
 
 Result = TypeVar("Result")
@@ -42,7 +42,7 @@ class Mixer:
         self._resize, self._default_slots = resize, slots
         self._draining = False  # nothing may enter slots, so that there can be more of them
         self._in_doubt = False  # an operation on slots has failed: they must be made anew
-        self._parked: dict[Window, Request] = {}  # encoded, until the language is known
+        self._parked: dict[FeedWindow, Request] = {}  # encoded, until the language is known
         self._stuck = 0
         self._enqueues: bool = engine.enqueues
 
@@ -146,10 +146,10 @@ class Mixer:
                 queue.staged.append(task)
 
     def _encode(self, tasks: Sequence[Task]) -> None:
-        encodings = self.engine.encode([task.window.pcm for task in tasks])
+        encodings = self.engine.encode([task.window.sound for task in tasks])
         for task, encoded in zip(tasks, encodings, strict=True):
             task.window.encoded = encoded
-        unknown = [task for task in tasks if task.window.recording.language is None]
+        unknown = [task for task in tasks if task.window.recording.needs_language]
         for task in tasks:
             if task not in unknown:
                 self._enqueue(task)
@@ -191,7 +191,7 @@ class Mixer:
         return worked
 
     def _encode_again(self, tasks: Sequence[Task]) -> None:
-        encodings = self.engine.encode([task.window.pcm for task in tasks], again=True)
+        encodings = self.engine.encode([task.window.sound for task in tasks], again=True)
         for task, encoded in zip(tasks, encodings, strict=True):
             task.window.encoded = encoded
             self._enqueue(task)
@@ -277,8 +277,8 @@ class Mixer:
     def _harvest(self) -> None:
         """Take what has ended."""
         harvested = self._guard(self.engine.harvest) or []
-        ready: list[tuple[Any, Task, Draft]] = []
-        wanted: list[tuple[Any, Task, Draft, list[int], list[int]]] = []
+        ready: list[tuple[Any, Task, Any]] = []
+        wanted: list[tuple[Any, Task, Any, Any, Any]] = []
         touched: dict[Request, None] = {}
         for slot, result in harvested:
             task = self.slots.get(slot)
@@ -314,9 +314,7 @@ class Mixer:
         for request in touched:
             self._report(request)
 
-    def _add_words(
-        self, wanted: Sequence[tuple[Any, Task, Draft, list[int], list[int]]]
-    ) -> list[tuple[Any, Task, Draft]]:
+    def _add_words(self, wanted: Sequence[tuple[Any, Task, Any, Any, Any]]) -> list[tuple[Any, Task, Any]]:
         """Give drafts their words; those that got them."""
         if not wanted:
             return []

@@ -1,13 +1,8 @@
-"""A recording as a state machine: audio goes in, windows come out, results come back, segments are kept.
-
-This is what both ways through a long recording share; `longform` has the two. One thread feeds a recording, another
-takes its windows and brings results; each machine locks itself.
-"""
+"""A recording that Whisper writes down: what both ways through a long one share; `longform` has the two."""
 
 from __future__ import annotations
 
-import threading
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,10 +11,10 @@ from typing import Any, ClassVar
 import numpy as np
 
 from stapes.audio.features import SAMPLE_RATE
-from stapes.audio.vad import Region, SpeechSegmenter
-from stapes.audio.windows import PackedWindow, Piece, skipped
+from stapes.audio.windows import PackedWindow
 from stapes.decoding.align import add_word_times, find_words, split_segments, token_frames
 from stapes.inference.engine import Alignment, DecodeRequest, DecodeResult
+from stapes.inference.feed import AudioFeed, Clips, FeedWindow
 from stapes.inference.segments import Attempt, best_attempt, final_tokens, judge, make_segments, slice_segments
 from stapes.options import TranscribeOptions
 from stapes.text.tokenizers import WhisperTokenizer
@@ -66,6 +61,11 @@ class Window:
         return self.packed.start
 
     @property
+    def sound(self) -> np.ndarray:
+        """What the engine encodes."""
+        return self.pcm
+
+    @property
     def duration(self) -> float:
         """Seconds of sound."""
         return len(self.pcm) / SAMPLE_RATE
@@ -85,11 +85,8 @@ class Draft:
     attempt: Attempt | None
 
 
-class Recording(ABC):
-    """What both ways share: the audio at hand, the language, attempts, words, segments.
-
-    clips: the parts to transcribe, in samples; None as an end is the recording's end.
-    """
+class Recording(AudioFeed):
+    """What both ways of Whisper share: the language, attempts, words, segments."""
 
     keeps_open_segment: ClassVar[bool]
     """Whether a segment that a window begins and does not end is kept; else the next window hears it again."""
@@ -97,110 +94,18 @@ class Recording(ABC):
     language_windows: ClassVar[int]
     """After how many windows the language is decided, however unsure it is."""
 
-    def __init__(self, model: Model, options: TranscribeOptions, clips: Sequence[tuple[int, int | None]]) -> None:
+    def __init__(self, model: Model, options: TranscribeOptions, clips: Clips) -> None:
+        super().__init__(clips, vad=options.vad)
         self.model, self.options = model, options
-        self.clips = list(clips)
-        self.lock = threading.RLock()
         self.language = options.language
-        self.language_probability: float | None = None
-        self.segments: list[Segment] = []
-        self.length = 0
-        self.ended = False
-        self.error: Exception | None = None
-        self.heard: list[PackedWindow] = []
-        self._chunks: deque[np.ndarray] = deque()
-        self._offset = 0  # sample of the recording that _chunks begin with
-        self._outstanding: set[Window] = set()  # taken and not completed
         self._language_votes: list[dict[str, float]] = []
         self._parked: deque[Window] = deque()
-        self._segmenter = SpeechSegmenter() if options.vad else None
 
-    # The feeding thread.
-
-    def feed(self, pcm: np.ndarray, probabilities: np.ndarray | None) -> None:
-        """Take the next samples, and the speech probabilities of the frames that they completed."""
+    def fail(self, error: Exception, window: FeedWindow | None = None) -> None:
         with self.lock:
-            self.length += len(pcm)
-            if self.error is not None:
-                return
-            self._chunks.append(pcm)
-            if self._segmenter is not None and probabilities is not None:
-                self._take_regions(self._segmenter.feed(probabilities))
-            self._advance()
-
-    def finish(self, probabilities: np.ndarray | None) -> None:
-        """The recording has ended."""
-        with self.lock:
-            self.ended = True
-            if self.error is not None:
-                return
-            if self._segmenter is not None:
-                last = np.zeros(0, np.float32) if probabilities is None else probabilities
-                self._take_regions(self._segmenter.feed(last, final=True, samples=self.length))
-            self._advance()
-
-    def fail(self, error: Exception, window: Window | None = None) -> None:
-        """Give up on what is left, because of an error in handling it or a window of it; keep what there is."""
-        with self.lock:
-            self.error = self.error or error
-            if window is not None:
-                self._outstanding.discard(window)
+            super().fail(error, window)
             self._outstanding.difference_update(self._parked)
             self._parked.clear()
-            self._chunks.clear()
-            self._offset = self.length
-
-    @abstractmethod
-    def _take_regions(self, regions: Sequence[Region]) -> None:
-        """Take settled regions of speech."""
-
-    @abstractmethod
-    def _advance(self) -> None:
-        """Make the windows that have become possible and let go of audio that is not needed any more."""
-
-    @property
-    def backlog(self) -> int:
-        """Samples that wait for the engine: how far the feeding thread is ahead."""
-        with self.lock:
-            return 0 if self.error is not None else self._waiting()
-
-    @abstractmethod
-    def _waiting(self) -> int:
-        """Samples that wait for the engine."""
-
-    @property
-    def settled(self) -> int:
-        """Samples from the start on that are transcribed, or known to hold no speech."""
-        with self.lock:
-            return min(self.length, self._needed(), *(window.start for window in self._outstanding))
-
-    @abstractmethod
-    def _needed(self) -> int:
-        """First sample that a window to come may hold."""
-
-    def _clip(self, regions: Sequence[Region]) -> list[tuple[int, Region]]:
-        """The parts of regions that lie in clips, each with its clip's index."""
-        out = []
-        for region in regions:
-            for index, (start, end) in enumerate(self.clips):
-                low, high = max(region.start, start), region.end if end is None else min(region.end, end)
-                if low < high:
-                    out.append((index, Region(low, high, region.pause if low == region.start else 0, region.peak)))
-        return out
-
-    def _gather(self, packed: PackedWindow) -> np.ndarray:
-        if len(self._chunks) > 1:
-            joined = np.concatenate(self._chunks)
-            self._chunks = deque([joined])
-        return packed.gather(self._chunks[0], self._offset)
-
-    def _forget(self, sample: int) -> None:
-        """Drop audio before ``sample``."""
-        while self._chunks and self._offset + len(self._chunks[0]) <= sample:
-            self._offset += len(self._chunks.popleft())
-        if self._chunks and sample > self._offset:
-            self._chunks[0] = self._chunks[0][sample - self._offset :].copy()
-            self._offset = sample
 
     # The scheduling thread.
 
@@ -225,14 +130,8 @@ class Recording(ABC):
         """The next window, when there is one."""
 
     @property
-    def done(self) -> bool:
-        """Whether nothing is left to do."""
-        with self.lock:
-            return self.ended and not self._outstanding and (self.error is not None or not self._has_more())
-
-    @abstractmethod
-    def _has_more(self) -> bool:
-        """Whether windows are still to come from what has been fed."""
+    def needs_language(self) -> bool:
+        return self.language is None
 
     def vote(self, window: Window, probabilities: dict[str, float]) -> bool:
         """Note which language a window is in. False: not sure yet, the window is kept until others were heard."""
@@ -354,18 +253,9 @@ class Recording(ABC):
         return 0.0
 
     def complete(self, window: Window, draft: Draft) -> None:
-        """A window is done: keep its segments, in recording time."""
         with self.lock:
-            self._outstanding.discard(window)
-            window.encoded = None
-            self.heard.append(window.packed)
-            self._keep(window, draft)
-            if self.error is None:
-                self._advance()
-
-    @abstractmethod
-    def _keep(self, window: Window, draft: Draft) -> None:
-        """Keep the segments of a window, and go on."""
+            self.heard.extend(window.packed.pieces)
+            super().complete(window, draft)
 
     def _add_segments(self, window: Window, segments: Sequence[Segment]) -> None:
         to_recording = window.packed.span_to_recording
@@ -378,21 +268,6 @@ class Recording(ABC):
             if not self.options.word_timestamps:
                 segment.words = None
             self.segments.append(segment)
-
-    def sorted_segments(self) -> list[Segment]:
-        """Segments by time; windows may have come back in any order."""
-        return sorted(self.segments, key=lambda segment: (segment.start, segment.end))
-
-    def skipped(self) -> list[tuple[float, float]]:
-        """Where no speech was found, in seconds."""
-        pieces = sorted((piece.start, piece.end) for packed in self.heard for piece in packed.pieces)
-        heard: list[Piece] = []  # without overlaps: a window may have been heard again from somewhere on
-        for start, end in pieces:
-            if heard and start <= heard[-1].end:
-                heard[-1] = Piece(heard[-1].start, max(heard[-1].end, end))
-            else:
-                heard.append(Piece(start, end))
-        return skipped([PackedWindow(tuple(heard))], self.length / SAMPLE_RATE)
 
 
 def _last(tokens: Sequence[int], count: int) -> list[int]:

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from stapes.inference.engine import DecodeRequest
+from stapes.inference.feed import FeedWindow
 from stapes.inference.ingest import Ingest, Job
-from stapes.inference.recording import Window
 
 Priority = Literal["interactive", "bulk"]
 """interactive: someone waits for it, its windows go first. bulk: it takes what is left, and a small share at least."""
@@ -32,7 +32,7 @@ _CANCEL_SECONDS = 1.0
 class Task:
     """A window of a request on its way through the engine. Only the driving thread touches it."""
 
-    window: Window
+    window: FeedWindow
     owner: Request
     attempt: DecodeRequest | None = None
     """How it is to be decoded next; known once it is encoded and its language is known."""
@@ -125,7 +125,7 @@ class Request:
         self._has_windows = self._has_jobs = True
         self._driver.ring(urgent=self.priority == "interactive")
 
-    def take(self) -> Window | None:
+    def take(self) -> FeedWindow | None:
         """The next window that is ready to be encoded or, where its language was not known yet, decoded."""
         if not self._has_windows:
             return None

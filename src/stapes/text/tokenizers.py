@@ -182,6 +182,16 @@ def language_code(code_or_name: str) -> str:
     raise UsageError(f"Language {code_or_name!r} is not one that Whisper knows: {hint}")
 
 
+def language_label(code_or_name: str | None) -> str | None:
+    """Whisper's code of a language where it has one, else what was said: other models spell languages otherwise."""
+    if code_or_name is None:
+        return None
+    try:
+        return language_code(code_or_name)
+    except UsageError:
+        return code_or_name.strip()
+
+
 class WhisperTokenizer:
     """The tokenizer of one Whisper model. Stateless after loading: one object serves all threads and languages.
 

@@ -1,0 +1,498 @@
+"""CTC models as recognisers: the same text whole or in windows, alone or in any batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from fakes import FakeDetector
+
+import stapes
+from ctc_models import LETTERS, babble, config, network, save
+from stapes.checkpoints.wav2vec2 import Wav2Vec2Checkpoint
+from stapes.decoding.ctc import CTCToken, greedy
+from stapes.errors import ModelError, UsageError
+from stapes.inference import ctc_recording, ctc_windows
+from stapes.inference.ctc_model import Wav2Vec2CTC
+from stapes.inference.ctc_phrases import PhraseCutter, make_segment
+from stapes.inference.ctc_recording import CTCRecording, CTCSound, CTCTask
+from stapes.inference.ctc_windows import Emissions, cut
+from stapes.inference.torch_ctc import TorchCTCEngine
+from stapes.models.wav2vec2 import Wav2Vec2
+from stapes.models.waveform import normalize_waveform
+from stapes.recognizer import Recognizer
+from stapes.text.ctc_tokenizer import CTCTokenizer
+
+pytestmark = pytest.mark.timeout(120)
+TOKENIZER = CTCTokenizer(LETTERS)
+SECOND = 16_000
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def sound_is_speech(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stapes.recognizer.VoiceActivityDetector", lambda **_: FakeDetector())
+
+
+def made(norm: str, *, window: int = 4, context: int = 1, **changes: Any) -> Wav2Vec2CTC:
+    """A model with windows of so many seconds."""
+    sizes = config(norm, **changes)
+    checkpoint = Wav2Vec2Checkpoint("made", Path("made"), "wav2vec2", sizes, (), TOKENIZER)
+    model = Wav2Vec2CTC(checkpoint, network(sizes))
+    model.window, model.context = window * SECOND, context * SECOND
+    return model
+
+
+@torch.inference_mode()
+def whole(model: Wav2Vec2, pcm: np.ndarray, normalize: bool = True) -> torch.Tensor:
+    """Logits of a whole recording, the plain way: (frames, vocabulary)."""
+    waveform = torch.from_numpy(pcm)[None]
+    return model(normalize_waveform(waveform) if normalize else waveform)[0][0]
+
+
+def said(logits: torch.Tensor) -> list[CTCToken]:
+    return greedy(logits[None], [len(logits)], 0)[0]
+
+
+def text_of(tokens: Sequence[CTCToken]) -> str:
+    return " ".join(TOKENIZER.decode([token.id for token in tokens]).split())
+
+
+def load(folder: Path, **options: Any) -> Recognizer:
+    return stapes.load(folder, device="cpu", precision="fp32", **options)
+
+
+# One recording.
+
+
+@pytest.mark.parametrize("norm", ["layer", "group"])
+@pytest.mark.parametrize("normalize", [True, False])
+def test_a_short_recording_has_the_text_of_the_plain_model(tmp_path: Path, norm: str, normalize: bool) -> None:
+    model = save(tmp_path / "model", norm, normalize=normalize)
+    pcm = babble(3.1)
+    with load(tmp_path / "model") as recognizer:
+        transcript = recognizer.transcribe(pcm, sample_rate=SECOND, vad=False, word_timestamps=True)
+    expected = said(whole(model, pcm, normalize))
+    assert len(text_of(expected)) > 20
+    assert transcript.text == text_of(expected)
+    words = [word for segment in transcript.segments for word in segment.words or []]
+    assert " ".join(word.word.strip() for word in words) == transcript.text
+    spoken = [token for token in expected if TOKENIZER.decode([token.id])]
+    assert words[0].start == pytest.approx(spoken[0].start * 0.02)
+    assert words[-1].end == pytest.approx(spoken[-1].end * 0.02)
+    assert all(0 < word.probability <= 1 for word in words)
+    assert all(segment.avg_logprob < 0 for segment in transcript.segments)
+    assert transcript.duration == pytest.approx(3.1)
+    assert transcript.timings["total"] > 0
+
+
+@pytest.mark.parametrize("norm", ["layer", "group"])
+def test_windows_say_what_the_whole_says_where_nothing_looks_farther_than_the_overlap(norm: str) -> None:
+    # Without attention a frame sees 16 frames of the positional convolution: seams must not show at all, nor must it
+    # show that each window was normalised without the others being there.
+    model = made(norm, layers=0)
+    pcm = babble(17.3) * np.linspace(0.1, 2, round(17.3 * SECOND), dtype=np.float32)
+    emissions = Emissions(model, pcm, sample_rate=SECOND, batch=2)
+    expected = whole(model.network, pcm).log_softmax(-1)
+    windows = list(emissions)
+    assert len(windows) > 5
+    frame = 0
+    for first, part in windows:
+        assert first == frame
+        assert (part - expected[first : first + len(part)]).abs().max() < 1e-3
+        frame += len(part)
+    assert frame == len(expected) == emissions.frames
+
+
+def test_windows_with_attention_are_those_of_an_explicit_loop() -> None:
+    model = made("group")
+    pcm = babble(9.7)
+    normalized = normalize_waveform(torch.from_numpy(pcm)[None])
+    first = model.network.feature_extractor.first
+    statistics = first.statistics(first.moments(normalized))  # type: ignore[union-attr,operator]
+    expected = []
+    frames, count = model.frame_count(len(pcm)), 5
+    for i in range(count):
+        begin, end = frames * i // count, frames * (i + 1) // count
+        start = max(0, begin * 320 - SECOND)
+        stop = len(pcm) if i == count - 1 else end * 320 + SECOND
+        with torch.inference_mode():
+            logits, _ = model.network(normalized[:, start:stop], None, statistics)
+        expected.append(logits[0, begin - start // 320 : end - start // 320].log_softmax(-1))
+    found = torch.cat([part for _, part in Emissions(model, pcm, sample_rate=SECOND)])
+    assert (found - torch.cat(expected)).abs().max() < 1e-3
+
+
+@pytest.mark.parametrize("samples", [0, 399, 400, 4 * SECOND, 4 * SECOND + 1, 63_999, 1_000_003, 12_345_678])
+@pytest.mark.parametrize("start", [0, 777])
+def test_windows_hold_every_frame_once_and_none_is_too_long(samples: int, start: int) -> None:
+    model = made("layer", layers=0)
+    frame = 0
+    for window in cut(start, start + samples, model):
+        assert window.frame == frame
+        frame += window.last - window.first
+        assert start <= window.start < window.end <= start + samples
+        assert window.end - window.start <= model.window
+        assert window.start == start or (window.start - start) // 320 + window.first == window.frame
+        assert window.last <= model.frame_count(window.end - window.start)
+        assert window.first * 320 >= model.context or window.start == start
+        assert window.end == start + samples or window.end - window.start - window.last * 320 >= model.context
+    assert frame == model.frame_count(samples)
+
+
+@pytest.mark.parametrize("norm", ["layer", "group"])
+@pytest.mark.parametrize("once", [False, True])
+def test_a_long_recording_has_the_text_of_the_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, norm: str, once: bool
+) -> None:
+    if not once:  # read twice
+        monkeypatch.setattr(ctc_recording, "HELD", 2 * SECOND)
+    network = save(tmp_path / "model", norm, attends=False)
+    pcm = babble(21.0, seed=3)
+    with load(tmp_path / "model") as recognizer:
+        _shorten_windows(recognizer)
+        transcript = recognizer.transcribe(pcm, sample_rate=SECOND, vad=False)
+    expected = said(whole(network, pcm))
+    assert transcript.text == text_of(expected)
+    assert len(transcript.segments) > 1
+
+
+def _shorten_windows(recognizer: Recognizer) -> None:
+    model: Any = recognizer.family.model  # type: ignore[attr-defined]
+    model.window, model.context = 4 * SECOND, SECOND
+
+
+def test_memory_does_not_grow_with_the_recording() -> None:
+    model = made("group", window=30, context=2)
+    recording = CTCRecording(CTCTask(model, TOKENIZER, vad=False), [(0, None)])
+    chunk = babble(20)
+    most = 0
+    for _ in range(90):  # half an hour
+        recording.feed(chunk, None)
+        most = max(most, sum(map(len, recording._chunks)))
+    recording.finish(None)
+    assert recording.again
+    windows = 0
+    for _ in range(90):
+        recording.feed_again(chunk)
+        most = max(most, sum(map(len, recording._cutter._chunks)) + recording.backlog)
+        while recording.take():
+            windows += 1
+    assert recording.finish_again()
+    assert windows > 60
+    assert most <= ctc_windows.HELD
+
+
+def test_a_pipe_is_read_twice_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import io
+
+    import soundfile
+
+    monkeypatch.setattr(ctc_recording, "HELD", 2 * SECOND)
+    save(tmp_path / "model", "group")
+    pcm = babble(9)
+    soundfile.write(tmp_path / "sound.wav", pcm, SECOND, subtype="FLOAT")
+    content = (tmp_path / "sound.wav").read_bytes()
+
+    class Pipe(io.RawIOBase):
+        def __init__(self) -> None:
+            self.inner = io.BytesIO(content)
+
+        def readable(self) -> bool:
+            return True
+
+        def readinto(self, buffer: Any) -> int:
+            return self.inner.readinto(buffer)
+
+    file = io.BytesIO(b"before" + content)
+    file.seek(6)
+    with load(tmp_path / "model") as recognizer:
+        _shorten_windows(recognizer)
+        texts = [
+            recognizer.transcribe(source, vad=False).text for source in (tmp_path / "sound.wav", content, Pipe(), file)
+        ]
+    assert len(texts[0]) > 50
+    assert len(set(texts)) == 1
+
+
+def test_silence_is_skipped(tmp_path: Path) -> None:
+    network = save(tmp_path / "model", "layer")
+    first, second = babble(2, seed=1), babble(3, seed=2)
+    silence = np.zeros(5 * SECOND, np.float32)
+    with load(tmp_path / "model") as recognizer:
+        pcm = np.concatenate([silence, first, silence, second, silence])
+        transcript = recognizer.transcribe(pcm, sample_rate=SECOND)
+    edges = [time for skip in transcript.skipped for time in skip]
+    assert edges == pytest.approx([0, 4.5, 7.5, 11.5, 15.5, 20], abs=0.05)
+    # All is normalised by the moments of what was heard, and by nothing else.
+    pieces = [pcm[round(a * SECOND) : round(b * SECOND)] for a, b in (edges[1:3], edges[3:5])]
+    heard = normalize_waveform(torch.from_numpy(np.concatenate(pieces))[None]).split(list(map(len, pieces)), dim=1)
+    expected = [text_of(said(whole(network, piece[0].numpy(), False))) for piece in heard]
+    assert [
+        " ".join(segment.text.strip() for segment in transcript.segments if a - 0.01 < segment.start < b)
+        for a, b in (edges[1:3], edges[3:5])
+    ] == expected
+
+
+# Many recordings.
+
+
+def sounds(model: Wav2Vec2CTC, seconds: Sequence[float], measured: bool = False) -> list[CTCSound]:
+    out = []
+    for seed, length in enumerate(seconds):
+        pcm = babble(length, seed)
+        result = None
+        if measured and seed % 2:
+            meter = model.meter()
+            meter.feed(pcm * 2 + 1)
+            result = meter.result()
+        out.append(CTCSound(pcm, 0, model.frame_count(len(pcm)), result, None, False))
+    return out
+
+
+@pytest.mark.parametrize("norm", ["layer", "group"])
+def test_neither_batch_nor_bucket_nor_order_changes_a_result(norm: str) -> None:
+    model = made(norm, window=30)
+    windows = sounds(model, [0.026, 0.4, 1.0, 1.1, 2.5, 2.6, 3.9, 4.0, 6.2, 7.7], measured=True)
+
+    def run(order: Sequence[int], **settings: Any) -> dict[int, list[CTCToken]]:
+        engine = TorchCTCEngine(model, len(order), **settings)
+        slots = engine.admit([], engine.encode([windows[i] for i in order]))
+        engine.step(1)
+        return {order[slot]: output.tokens for slot, output in engine.harvest() if slot in slots}
+
+    order = list(range(len(windows)))
+    alone = run(order, batch_seconds=0.001)
+    assert sum(map(len, alone.values())) > 100
+    shuffled = [7, 2, 9, 0, 4, 1, 8, 3, 6, 5]
+    for settings in ({"batch_seconds": 12.0}, {"batch_seconds": 40.0}, {"batch_seconds": 40.0, "fixed_shapes": True}):
+        for each in (order, shuffled):
+            found = run(each, **settings)
+            for index, tokens in alone.items():
+                assert [token[:3] for token in found[index]] == [token[:3] for token in tokens]
+                np.testing.assert_allclose([t.probability for t in found[index]], [t.probability for t in tokens], 1e-3)
+
+
+def test_fixed_shapes_are_few() -> None:
+    model = made("layer", window=30, layers=0)
+    shapes = set()
+    compute = model._run
+
+    def watched(waveform: torch.Tensor, lengths: torch.Tensor, statistics: Any) -> Any:
+        shapes.add(tuple(waveform.shape))
+        return compute(waveform, lengths, statistics)
+
+    model._run = watched
+    engine = TorchCTCEngine(model, 64, batch_seconds=60, fixed_shapes=True)
+    rng = np.random.default_rng(0)
+    for _ in range(4):
+        engine.encode(sounds(model, rng.uniform(0.1, 8, 12).tolist()))
+    assert {shape[1] for shape in shapes} <= {SECOND * s for s in (1, 2, 3, 4, 5, 6, 8)}
+    assert {shape[0] for shape in shapes} <= {1, 2, 4, 8, 16}
+
+
+def test_a_bad_input_stops_no_other(tmp_path: Path) -> None:
+    import soundfile
+
+    save(tmp_path / "model", "layer")
+    for seed in range(3):
+        soundfile.write(tmp_path / f"{seed}.wav", babble(1 + seed, seed), SECOND)
+    (tmp_path / "bad.wav").write_bytes(b"RIFF nonsense")
+    paths = [tmp_path / name for name in ("0.wav", "bad.wav", "1.wav", "missing.wav", "2.wav")]
+    soundfile.write(tmp_path / "short.wav", np.zeros(300), SECOND)
+    with load(tmp_path / "model", batch_size=2) as recognizer:
+        results = {Path(t.path or "").name: t for t in recognizer.transcribe_many([*paths, tmp_path / "short.wav"])}
+    assert {name for name, transcript in results.items() if transcript.error} == {"bad.wav", "missing.wav"}
+    assert all(results[f"{seed}.wav"].text for seed in range(3))
+    assert results["short.wav"].text == ""
+
+
+def test_a_network_that_gives_no_numbers_is_named(tmp_path: Path) -> None:
+    save(tmp_path / "model", "layer")
+    with load(tmp_path / "model") as recognizer:
+        network: Any = recognizer.family.model.network  # type: ignore[attr-defined]
+        network.head.bias.fill_(float("nan"))
+        transcript = next(iter(recognizer.transcribe_many([babble(1)], sample_rate=SECOND, vad=False)))
+    assert transcript.error is not None
+    assert "not a number" in transcript.error
+
+
+def test_a_pre_trained_model_writes_no_text(tmp_path: Path) -> None:
+    sizes = config(vocab_size=None)
+    checkpoint = Wav2Vec2Checkpoint("made", tmp_path, "wav2vec2", sizes, ())
+    with pytest.raises(ModelError, match="only pre-trained"):
+        Wav2Vec2CTC(checkpoint, Wav2Vec2(sizes))
+
+
+# Options.
+
+
+def test_options_that_cannot_apply_are_refused_by_name(tmp_path: Path) -> None:
+    save(tmp_path / "model", "layer")
+    refused = {
+        "task": "translate",
+        "without_timestamps": True,
+        "condition_on_previous_text": True,
+        "temperature": 0.4,
+        "temperature_increment_on_fallback": 0.1,
+        "best_of": 3,
+        "patience": 2.0,
+        "length_penalty": 0.5,
+        "initial_prompt": "Hello",
+        "carry_initial_prompt": True,
+        "compression_ratio_threshold": 2.0,
+        "logprob_threshold": -0.5,
+        "no_speech_threshold": 0.5,
+        "suppress_tokens": "5",
+        "lm_weight": 0.7,
+        "lm": str(tmp_path / "none.arpa"),
+        "hotwords": "1234",
+    }
+    pcm = babble(0.5)
+    with load(tmp_path / "model") as recognizer:
+        for option, value in refused.items():
+            with pytest.raises((UsageError, ModelError)) as caught:
+                recognizer.transcribe(pcm, sample_rate=SECOND, **{option: value})
+            assert any(word in str(caught.value) for word in (option.replace("_", "-"), "none.arpa", "1234"))
+        kept = {"temperature_increment_on_fallback": None, "logprob_threshold": None, "seed": 3, "language": "German"}
+        assert recognizer.transcribe(pcm, sample_rate=SECOND, **kept).language == "de"
+    with pytest.raises(UsageError, match="int8"):
+        stapes.load(tmp_path / "model", device="cpu", precision="int8")
+
+
+def test_a_language_model_and_hotwords_speak_for_texts(tmp_path: Path) -> None:
+    save(tmp_path / "model", "layer")
+    pcm = babble(1.0)
+    with load(tmp_path / "model") as recognizer:
+
+        def run(**options: Any) -> stapes.Transcript:
+            return recognizer.transcribe(pcm, sample_rate=SECOND, vad=False, word_timestamps=True, **options)
+
+        plain, searched = run(), run(beam_size=8, n_best=3)
+        alternatives = searched.segments[0].alternatives
+        assert alternatives is not None
+        assert len({each.text for each in alternatives}) == 3
+        assert [each.score for each in alternatives] == sorted([each.score for each in alternatives], reverse=True)
+        assert searched.segments[0].text.strip() == alternatives[0].text
+        assert "alternatives" in searched.to_dict()["segments"][0]
+        assert "alternatives" not in plain.to_dict()["segments"][0]
+
+        second = alternatives[1].text
+        grams = "".join(f"-0.5\t{word}\n" for word in sorted({"<s>", "</s>", *second.split()}))
+        (tmp_path / "a.arpa").write_text(f"\\data\\\nngram 1={grams.count(chr(10))}\n\n\\1-grams:\n{grams}\n\\end\\\n")
+        listening = run(lm=str(tmp_path / "a.arpa"), lm_weight=2.0)
+        assert listening.text == second != searched.text
+        hoping = run(hotwords=f"{second}, BAD CAB")
+        assert hoping.text == second
+    for transcript in (searched, listening, hoping):
+        words = [word for segment in transcript.segments for word in segment.words or []]
+        assert " ".join(word.word.strip() for word in words) == transcript.text
+        times = [time for word in words for time in (word.start, word.end)]
+        assert times == sorted(times)
+        assert all(0 < word.probability <= 1 for word in words)
+
+
+def test_languages_of_one_model_take_turns(tmp_path: Path) -> None:
+    from stapes.checkpoints.wav2vec2 import open_wav2vec2, save_wav2vec2
+
+    vocabularies = {
+        "eng": LETTERS,
+        "deu": {token: id for id, token in enumerate(["<pad>", "<s>", "</s>", "<unk>", "|", *"QRSTUVWXYZÄÖ"])},
+    }
+    folder = tmp_path / "mms"
+    models = {}
+    for language, vocabulary in vocabularies.items():
+        sizes = config("layer", adapter_width=4, vocab_size=len(vocabulary))
+        tokenizer = CTCTokenizer(vocabulary, language=language, vocabularies=vocabularies)
+        models[language] = network(sizes, seed=len(models))
+        if models and language != "eng":  # all but adapters and head are shared
+            shared = {k: v for k, v in models["eng"].state_dict().items() if ".adapter." not in k and "head." not in k}
+            models[language].load_state_dict(shared, strict=False)
+        checkpoint = Wav2Vec2Checkpoint(
+            "mms", folder, "wav2vec2", sizes, (), tokenizer, language=language, languages=(language,)
+        )
+        if language != "eng":
+            save_wav2vec2(checkpoint, tmp_path / language, models[language])
+            (tmp_path / language / f"adapter.{language}.safetensors").rename(folder / f"adapter.{language}.safetensors")
+        else:
+            save_wav2vec2(checkpoint, folder, models[language])
+    assert open_wav2vec2(folder).languages == ("deu", "eng")
+    pcm = babble(1.5)
+    expected = {}
+    for language, vocabulary in vocabularies.items():
+        tokens = said(whole(models[language], pcm))
+        expected[language] = " ".join(CTCTokenizer(vocabulary).decode([token.id for token in tokens]).split())
+    with load(folder) as recognizer:
+
+        def run(language: str | None) -> stapes.Transcript:
+            return recognizer.transcribe(pcm, sample_rate=SECOND, vad=False, language=language)
+
+        assert [run(language).text for language in (None, "deu", "eng", "deu", None)] == [
+            expected[language] for language in ("eng", "deu", "eng", "deu", "eng")
+        ]
+        assert run("deu").language == "deu"
+        assert run(None).language == "eng"
+        with pytest.raises(UsageError, match="deu"):
+            run("de")
+    with load(folder, language="deu") as recognizer:
+        assert recognizer.transcribe(pcm, sample_rate=SECOND, vad=False).text == expected["deu"]
+
+
+# Segments.
+
+
+def tokens_at(*words: tuple[str, float]) -> list[CTCToken]:
+    """Words that begin at these seconds, a letter every four frames, a mark behind each."""
+    out = []
+    for word, start in words:
+        for i, letter in enumerate(word + "|"):
+            frame = round(start * 50) + 4 * i
+            out.append(CTCToken(LETTERS[letter], frame, frame + 2, 0.9))
+    return out
+
+
+@pytest.mark.parametrize("step", [1, 3, 1000])
+def test_phrases_are_cut_at_pauses_and_share_all_frames(step: int) -> None:
+    cutter = PhraseCutter(TOKENIZER, 0.02)
+    rng = np.random.default_rng(1)
+    words, time = [], 0.5
+    for _ in range(300):
+        words.append(("".join(rng.choice(list("ABCDEFGHIJ"), rng.integers(1, 6))), time))
+        time += 0.5 + (2.0 if rng.random() < 0.05 else rng.uniform(0, 0.25))
+    tokens = tokens_at(*words)
+    frames = tokens[-1].end + 100
+    phrases = [phrase for i in range(0, len(tokens), step) for phrase in cutter.add(tokens[i : i + step])]
+    phrases += cutter.finish(frames)
+    edges = [(phrase.begin, phrase.end) for phrase in phrases]
+    assert [begin for begin, _ in edges] == [0, *(end for _, end in edges[:-1])]
+    assert edges[-1][1] == frames
+    segments = [make_segment(phrase.tokens, TOKENIZER, 0.02, 0.0, with_words=True) for phrase in phrases]
+    found = [word for segment in segments if segment for word in segment.words or []]
+    assert [word.word.strip() for word in found] == [word for word, _ in words]
+    for segment, phrase in zip(segments, phrases, strict=True):
+        assert segment is not None
+        assert segment.end - segment.start <= 12.0
+        assert phrase.begin * 0.02 <= segment.start <= segment.end <= phrase.end * 0.02
+        starts, ends = [w.start for w in segment.words or []], [w.end for w in segment.words or []]
+        assert all(b - a < 1.0 for a, b in zip(ends, starts[1:], strict=False))
+
+
+def test_a_model_without_marks_between_words_gives_a_word_a_token() -> None:
+    tokenizer = replace(CTCTokenizer({"<pad>": 0, "你": 1, "好": 2}), delimiter=None)
+    tokens = [CTCToken(1, 2, 3, 0.5), CTCToken(2, 6, 8, 0.25)]
+    segment = make_segment(tokens, tokenizer, 0.02, 1.0, with_words=True)
+    assert segment is not None
+    assert segment.text == "你好"
+    assert [(word.word, round(word.start, 2), round(word.end, 2)) for word in segment.words or []] == [
+        ("你", 1.04, 1.06),
+        ("好", 1.12, 1.16),
+    ]
