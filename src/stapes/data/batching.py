@@ -150,7 +150,7 @@ class TrainingData:
         tokenizer: text to token ids.
         budget_seconds: most seconds of one batch, padding included.
         augment: changes to the recordings; None leaves them as they are.
-        world_size, rank, seed, accumulate, buckets, max_rows, shuffle, drop_last: see ``BucketSampler``.
+        world_size, rank, seed, accumulate, buckets, max_rows, shuffle: see ``BucketSampler``.
         workers: processes that read ahead; 0 reads in the loop itself.
         prefetch: batches that each of them reads ahead.
         pin_memory: None: where there is a GPU.
@@ -169,10 +169,9 @@ class TrainingData:
         rank: int = 0,
         seed: int = 0,
         accumulate: int = 1,
-        buckets: int = 12,
+        buckets: int = 32,
         max_rows: int | None = None,
         shuffle: bool = True,
-        drop_last: bool = False,
         workers: int = 0,
         prefetch: int = 2,
         pin_memory: bool | None = None,
@@ -192,7 +191,6 @@ class TrainingData:
             speeds=(1.0,) if augment is None else augment.speeds,
             keys=manifest.keys,
             shuffle=shuffle,
-            drop_last=drop_last,
         )
         self.skipped: dict[str, Skipped] = {}
         """By id, at most a thousand; ``skipped_count`` counts all, each time anew."""

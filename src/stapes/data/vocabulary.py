@@ -85,7 +85,7 @@ def _learn(kind: VocabularyKind, words: Counter[str], alphabet: list[str], size:
         trainer = trainers.UnigramTrainer(vocab_size=size, initial_alphabet=alphabet, show_progress=False)
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # pyright: ignore[reportAttributeAccessIssue]
     # A sorted order: the same texts in another order give the same parts.
-    lines = (" ".join([word] * min(count, 1000)) for word, count in sorted(words.items()) if known.issuperset(word))
+    lines = (word for word in sorted(words) if known.issuperset(word) for _ in range(words[word]))
     tokenizer.train_from_iterator(lines, trainer)
     learnt = sorted(tokenizer.get_vocab().items(), key=lambda entry: entry[1])
     found = [token for token, _ in learnt if len(token) > 1 and token not in _MARKERS and known.issuperset(token)]
