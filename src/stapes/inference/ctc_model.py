@@ -62,7 +62,7 @@ class CTCModel(Protocol):
     context: int
     """Samples that a frame should hear on each side, a multiple of the hop: windows overlap by twice as many."""
 
-    def frame_count(self, samples: int) -> int:
+    def frame_count(self, samples: int, /) -> int:
         """Frames of so many samples, exactly. A hop more is one frame more, as soon as there is one."""
         ...
 
