@@ -22,6 +22,7 @@ from stapes.cli.doctor import doctor
 from stapes.cli.evaluate import evaluate
 from stapes.cli.interrupts import interruptible
 from stapes.cli.monitor import monitor
+from stapes.cli.prepare import prepare
 from stapes.cli.profile import profile_command
 from stapes.cli.terminal import display, prepare_streams, to_json
 from stapes.cli.train import train
@@ -42,6 +43,7 @@ app.command(transcribe, sort_key=1, usage="Usage: stapes transcribe [OPTIONS] IN
 app.command(models.app)
 app.command(evaluate, usage="Usage: stapes evaluate [OPTIONS] MODEL MANIFEST")
 app.command(train, usage="Usage: stapes train [OPTIONS] RECIPE")
+app.command(prepare, usage="Usage: stapes prepare [OPTIONS] CORPUS SOURCE OUT")
 app.command(compare, usage="Usage: stapes compare [OPTIONS] RESULT…")
 app.command(bench.app)
 app.command(kernels.app)
