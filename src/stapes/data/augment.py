@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import av
+import av.error
 import av.filter
 import numpy as np
 import soxr

@@ -252,7 +252,7 @@ class TrainingData:
             num_workers=self._workers,
             prefetch_factor=self._prefetch if self._workers else None,
             pin_memory=self._pin,
-            collate_fn=_same,
+            collate_fn=_same,  # pyright: ignore[reportArgumentType]  # without a batch size it gets one item
             worker_init_fn=_start_worker,
             # Forked: the manifest is shared, and nobody's script is run a second time.
             multiprocessing_context="fork" if self._workers else None,

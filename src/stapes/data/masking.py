@@ -115,7 +115,7 @@ def span_mask(
     spans = torch.where(wanted * length > lengths, lengths // length, wanted)
     spans = spans.minimum(fitting.to(spans.dtype))
     scores = uniforms(keys, _SPANS, positions).masked_fill(~is_real(fitting, positions), -1.0)
-    ranks = scores.argsort(1, descending=True, stable=True).argsort(1)
+    ranks = scores.argsort(dim=1, descending=True, stable=True).argsort(1)
     starts = (ranks < spans[:, None]) & (scores >= 0)
     # A position is masked where a span began at it or up to length - 1 before it.
     begun = starts.to(torch.int32).cumsum(1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import connection, get_context
@@ -47,7 +47,7 @@ class _Worker(Generic[Item]):
 
 def ordered_map(
     function: Callable[[Item], Result], items: Iterable[Item], processes: int
-) -> Iterator[tuple[Item, Result | Died]]:
+) -> Generator[tuple[Item, Result | Died], None, None]:
     """``(item, function(item))`` in the order of ``items``, which are drawn only a little ahead.
 
     ``function`` must not raise. Closing the iterator, or an exception where it is used, ends the processes at once.

@@ -50,7 +50,7 @@ def _share(text: str) -> float | None:
 
 
 def _fits(row: Row, rule: float | str) -> bool:
-    if isinstance(rule, float):
+    if not isinstance(rule, str):
         return uniform(key_of(row.speaker if row.speaker is not None else row.id)) < rule
     kind, colon, pattern = rule.partition(":")
     if colon and kind == "speaker":
