@@ -28,8 +28,9 @@ from stapes.devices.backend import Device, choose_dtype, fp8_dtype, resolve
 from stapes.devices.memory import save_gpu_memory
 from stapes.errors import ModelError, UsageError
 from stapes.inference.ctc_family import CTCFamily
-from stapes.inference.ctc_model import Wav2Vec2CTC
+from stapes.inference.ctc_model import Wav2Vec2CTC, plain
 from stapes.inference.family import Family
+from stapes.inference.gpu_ctc import GpuCtcEncoder
 from stapes.inference.gpu_whisper import GpuWhisperEngine
 from stapes.inference.ingest import Ingest, Job, name_of
 from stapes.inference.packed import is_worth_packing, pack_module
@@ -186,11 +187,13 @@ def _load_ctc(
     if language is not None and has_several:
         checkpoint = open_wav2vec2(path, name, language)
     network = load_wav2vec2(checkpoint, dtype, device.torch)
-    model = Wav2Vec2CTC(checkpoint, network)
+    on_gpu = device.memory is not None
+    model = Wav2Vec2CTC(checkpoint, network, partial(GpuCtcEncoder, dtype=dtype) if on_gpu else plain)
     engine = TorchCTCEngine(
         model,
-        slots or (1 if device.memory is None else _default_slots(device)),
+        slots or (_default_slots(device) if on_gpu else 1),
         batch_seconds=batch_seconds(device.torch, dtype),
+        shapes="packed" if on_gpu else "tight",
     )
     parameters = sum(parameter.numel() for parameter in network.parameters())
     return Recognizer(CTCFamily(name, model, engine, checkpoint.config, parameters), device)

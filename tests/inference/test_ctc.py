@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,11 @@ from stapes.checkpoints.wav2vec2 import Wav2Vec2Checkpoint
 from stapes.decoding.ctc import CTCToken, greedy
 from stapes.errors import ModelError, UsageError
 from stapes.inference import ctc_recording, ctc_windows
-from stapes.inference.ctc_model import Wav2Vec2CTC
+from stapes.inference.ctc_model import Wav2Vec2CTC, plain
 from stapes.inference.ctc_phrases import PhraseCutter, make_segment
 from stapes.inference.ctc_recording import CTCRecording, CTCSound, CTCTask
 from stapes.inference.ctc_windows import Emissions, cut
+from stapes.inference.gpu_ctc import GpuCtcEncoder
 from stapes.inference.torch_ctc import TorchCTCEngine
 from stapes.models.wav2vec2 import Wav2Vec2
 from stapes.models.waveform import normalize_waveform
@@ -43,11 +45,11 @@ def sound_is_speech(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("stapes.recognizer.VoiceActivityDetector", lambda **_: FakeDetector())
 
 
-def made(norm: str, *, window: int = 4, context: int = 1, **changes: Any) -> Wav2Vec2CTC:
+def made(norm: str, *, window: int = 4, context: int = 1, make: Any = plain, **changes: Any) -> Wav2Vec2CTC:
     """A model with windows of so many seconds."""
     sizes = config(norm, **changes)
     checkpoint = Wav2Vec2Checkpoint("made", Path("made"), "wav2vec2", sizes, (), TOKENIZER)
-    model = Wav2Vec2CTC(checkpoint, network(sizes))
+    model = Wav2Vec2CTC(checkpoint, network(sizes), make)
     model.window, model.context = window * SECOND, context * SECOND
     return model
 
@@ -260,8 +262,9 @@ def sounds(model: Wav2Vec2CTC, seconds: Sequence[float], measured: bool = False)
 
 
 @pytest.mark.parametrize("norm", ["layer", "group"])
-def test_neither_batch_nor_bucket_nor_order_changes_a_result(norm: str) -> None:
-    model = made(norm, window=30)
+@pytest.mark.parametrize("make", [plain, partial(GpuCtcEncoder, dtype=torch.float32)], ids=["plain", "packed"])
+def test_neither_batch_nor_bucket_nor_order_changes_a_result(norm: str, make: Any) -> None:
+    model = made(norm, window=30, make=make)
     windows = sounds(model, [0.026, 0.4, 1.0, 1.1, 2.5, 2.6, 3.9, 4.0, 6.2, 7.7], measured=True)
 
     def run(order: Sequence[int], **settings: Any) -> dict[int, list[CTCToken]]:
@@ -274,7 +277,12 @@ def test_neither_batch_nor_bucket_nor_order_changes_a_result(norm: str) -> None:
     alone = run(order, batch_seconds=0.001)
     assert sum(map(len, alone.values())) > 100
     shuffled = [7, 2, 9, 0, 4, 1, 8, 3, 6, 5]
-    for settings in ({"batch_seconds": 12.0}, {"batch_seconds": 40.0}, {"batch_seconds": 40.0, "fixed_shapes": True}):
+    for settings in (
+        {"batch_seconds": 12.0},
+        {"batch_seconds": 40.0},
+        {"batch_seconds": 40.0, "shapes": "fixed"},
+        {"batch_seconds": 15.0, "shapes": "packed"},
+    ):
         for each in (order, shuffled):
             found = run(each, **settings)
             for index, tokens in alone.items():
@@ -292,7 +300,7 @@ def test_fixed_shapes_are_few() -> None:
         return compute(waveform, lengths, statistics)
 
     model._run = watched
-    engine = TorchCTCEngine(model, 64, batch_seconds=60, fixed_shapes=True)
+    engine = TorchCTCEngine(model, 64, batch_seconds=60, shapes="fixed")
     rng = np.random.default_rng(0)
     for _ in range(4):
         engine.encode(sounds(model, rng.uniform(0.1, 8, 12).tolist()))

@@ -178,7 +178,9 @@ class Wav2Vec2CTC:
             )
         config = network.config
         self.lock = threading.Lock()
-        self.checkpoint, self.network = checkpoint, network
+        self.checkpoint = checkpoint
+        # What runs it may have the weights in its own form: then it is kept for a change of its adapters only.
+        self.network = network if checkpoint.languages or make is plain else None
         self.tokenizer = self._tokenizer = checkpoint.tokenizer
         self.languages = checkpoint.languages
         self.device = network.head.weight.device
@@ -209,6 +211,7 @@ class Wav2Vec2CTC:
     def set_language(self, language: str | None) -> None:
         language = language or self._loaded
         if language is not None and language != self._language:
+            assert self.network is not None
             self.checkpoint = set_language(self.network, self.checkpoint, language)
             assert self.checkpoint.tokenizer is not None
             self.tokenizer, self._language = self.checkpoint.tokenizer, language

@@ -1,15 +1,16 @@
 """Runs any CTC model as the scheduler's engine: a window is complete once it is encoded.
 
-The windows of a call are sorted by length and computed in batches; on a GPU these have few fixed shapes, so that
-nothing is compiled or searched for each length, and the host goes on while the device works: it waits for the oldest
-call only when two are on their way. The likeliest path is found on the device; one small copy brings it to the host.
+The windows of a call are sorted by length and computed in batches. On a GPU those of models that compute their
+padding have few fixed shapes, so that nothing is compiled or searched for each length, and the host goes on while the
+device works: it waits for the oldest call only when two are on their way. The likeliest path is found on the device;
+one small copy brings it to the host.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import groupby
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -20,6 +21,10 @@ from stapes.inference.ctc_model import CTCModel
 from stapes.inference.ctc_recording import CTCOutput, CTCSound
 from stapes.inference.ctc_search import Found, Search
 from stapes.inference.engine import DecodeRequest
+
+Shapes = Literal["tight", "fixed", "packed"]
+"""tight: rows are padded to the longest of the batch. fixed: rows are padded to a few lengths, and batches to powers of
+two. packed: padding is not computed, so that any lengths go together."""
 
 BUCKETS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 15, 18, 21, 24, 27, 30)
 """Seconds that rows are padded to where shapes are fixed: at most a quarter more than what is in them from 4 s on."""
@@ -90,20 +95,20 @@ class _Encoded:
 class TorchCTCEngine:
     """An `Engine` around a `CTCModel`.
 
-    slots: windows that are encoded in one call. batch_seconds: sound in a batch, padding included. fixed_shapes: pad
-    rows to a few lengths, and batches to powers of two.
+    slots: windows that are encoded in one call. batch_seconds: sound in a batch, with what is computed of padding.
+    shapes: None is fixed on a GPU, and tight on the CPU.
     """
 
     steps_per_look: ClassVar[int] = 1
 
     def __init__(
-        self, model: CTCModel, slots: int, *, batch_seconds: float = 30.0, fixed_shapes: bool | None = None
+        self, model: CTCModel, slots: int, *, batch_seconds: float = 30.0, shapes: Shapes | None = None
     ) -> None:
         on_gpu = model.device.type != "cpu"
         self.model, self.slots = model, slots
         self.enqueues = on_gpu
         self._batch_samples = round(batch_seconds * SAMPLE_RATE)
-        self._fixed_shapes = on_gpu if fixed_shapes is None else fixed_shapes
+        self._shapes = shapes or ("fixed" if on_gpu else "tight")
         self._calls = 0
         self._taken: dict[int, _Encoded] = {}  # slot → what is in it, the oldest first
         self._next_slot = 0
@@ -136,21 +141,24 @@ class TorchCTCEngine:
             size = 0
             for index in group:
                 length = len(windows[index].pcm)
-                if batch and (len(batch) >= self._most(size) or length < _FILL * size):
+                if batch and not self._fits(length, len(batch), size):
                     yield batch
                     batch = []
-                if not batch:
-                    size = self._padded(length)
+                size = self._padded(length) if not batch else size + length if self._shapes == "packed" else size
                 batch.append(index)
             yield batch
 
-    def _most(self, size: int) -> int:
-        """Rows of so many samples in a batch."""
+    def _fits(self, length: int, rows: int, size: int) -> bool:
+        """Whether one more goes into a batch of so many rows of this size or, where they are packed, of it together."""
+        if self._shapes == "packed":
+            return size + length <= self._batch_samples
         most = max(1, self._batch_samples // size)
-        return 1 << most.bit_length() - 1 if self._fixed_shapes else most
+        if self._shapes == "fixed":
+            most = 1 << most.bit_length() - 1
+        return rows < most and length >= _FILL * size
 
     def _padded(self, length: int) -> int:
-        if not self._fixed_shapes:
+        if self._shapes != "fixed":
             return length
         seconds = next((seconds for seconds in BUCKETS if length <= seconds * SAMPLE_RATE), None)
         return min(seconds * SAMPLE_RATE, self.model.window) if seconds is not None else self.model.window
@@ -162,7 +170,7 @@ class TorchCTCEngine:
         blank = model.tokenizer.blank_id
         size = self._padded(max(len(sound.pcm) for sound in sounds))
         rows = list(sounds)
-        if self._fixed_shapes:
+        if self._shapes == "fixed":
             rows += [rows[-1]] * ((1 << (len(rows) - 1).bit_length()) - len(rows))
         waveform = torch.zeros(len(rows), size, pin_memory=self.enqueues)
         for row, sound in zip(waveform, rows, strict=True):
