@@ -31,12 +31,14 @@ _TRITON = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 @dataclass(frozen=True)
 class Tile:
-    """Queries of a program (a part of `QUERIES`), keys at once, warps, stages."""
+    """``queries`` of a program (a part of `QUERIES`), ``keys`` at once."""
 
     queries: int
     keys: int
     warps: int
     stages: int
+    precision: str = "ieee"
+    """Of products of float32: ``ieee``, or ``tf32x3``, three products of parts that matrix instructions take."""
 
 
 def query_blocks(starts: NDArray[np.int64], spans: NDArray[np.int64], keys: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -57,12 +59,13 @@ def packed_attention(qkv: Tensor, blocks: Tensor, heads: int) -> Tensor:
 
     Rows that are in no block hold nothing.
     """
+    tile = _tile(qkv.dtype, qkv.shape[1] // 3 // heads, target_of(qkv.device))
+    if tile is None:
+        return packed_attention_reference(qkv, blocks, heads)
     return launch_or(
         "packed_attention",
         qkv.device,
-        lambda: launch_attention(
-            qkv, blocks, heads, _tile(qkv.dtype, qkv.shape[1] // 3 // heads, target_of(qkv.device))
-        ),
+        lambda: launch_attention(qkv, blocks, heads, tile),
         lambda: packed_attention_reference(qkv, blocks, heads),
     )
 
@@ -81,7 +84,7 @@ def packed_attention_reference(qkv: Tensor, blocks: Tensor, heads: int) -> Tenso
 def _packed_attention(
     qkv_ptr, out_ptr, blocks_ptr, blocks, scale,
     WIDTH: tl.constexpr, HEAD: tl.constexpr, BLOCK_HEAD: tl.constexpr, PARTS: tl.constexpr,
-    QUERIES: tl.constexpr, KEYS: tl.constexpr, WIDEN: tl.constexpr,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """One head of some queries."""
     head = tl.program_id(0)
@@ -107,27 +110,27 @@ def _packed_attention(
     for start in range(0, whole, KEYS):
         at = base + start * (3 * WIDTH) + place
         k = tl.load(at, mask=known, other=0.0).to(kind) if BLOCK_HEAD > HEAD else tl.load(at).to(kind)
-        score = tl.dot(q, tl.trans(k), input_precision="ieee")
+        score = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         higher = tl.maximum(highest, tl.max(score, 1) * scale)
         weight = tl.exp2(score * scale - higher[:, None])
         fade = tl.exp2(highest - higher)
         total = total * fade + tl.sum(weight, 1)
         mixed = mixed * fade[:, None]
         v = tl.load(at + WIDTH, mask=known, other=0.0).to(kind) if BLOCK_HEAD > HEAD else tl.load(at + WIDTH).to(kind)
-        mixed = tl.dot(weight.to(kind), v, mixed, input_precision="ieee")
+        mixed = tl.dot(weight.to(kind), v, mixed, input_precision=PRECISION)
         highest = higher
     if whole < count:
         inside = whole + n < count
         at = base + whole * (3 * WIDTH) + place
         k = tl.load(at, mask=known & inside[:, None], other=0.0).to(kind)
-        score = tl.where(inside[None, :], tl.dot(q, tl.trans(k), input_precision="ieee"), float("-inf"))
+        score = tl.where(inside[None, :], tl.dot(q, tl.trans(k), input_precision=PRECISION), float("-inf"))
         higher = tl.maximum(highest, tl.max(score, 1) * scale)
         weight = tl.exp2(score * scale - higher[:, None])
         fade = tl.exp2(highest - higher)
         total = total * fade + tl.sum(weight, 1)
         mixed = mixed * fade[:, None]
         v = tl.load(at + WIDTH, mask=known & inside[:, None], other=0.0).to(kind)
-        mixed = tl.dot(weight.to(kind), v, mixed, input_precision="ieee")
+        mixed = tl.dot(weight.to(kind), v, mixed, input_precision=PRECISION)
     mixed = mixed / total[:, None]
     out = out_ptr + query.to(tl.int64)[:, None] * WIDTH + head * HEAD + d[None, :]
     tl.store(out, mixed.to(out_ptr.dtype.element_ty), mask=asked)
@@ -152,6 +155,7 @@ def launch_attention(qkv: Tensor, blocks: Tensor, heads: int, tile: Tile) -> Ten
         PARTS=parts,
         QUERIES=tile.queries,
         KEYS=tile.keys,
+        PRECISION=tile.precision,
         WIDEN=is_interpreted(),
         num_warps=tile.warps,
         num_stages=tile.stages,
@@ -159,22 +163,28 @@ def launch_attention(qkv: Tensor, blocks: Tensor, heads: int, tile: Tile) -> Ten
     return out
 
 
-def _tile(dtype: torch.dtype, head: int, target: Target | None) -> Tile:
+def _tile(dtype: torch.dtype, head: int, target: Target | None) -> Tile | None:
+    """AMD's follow from what the compiler says: the most queries that do not spill. None: whatever is tried spills."""
     family = "cuda" if target is None else target.family
-    if dtype == torch.float32:
-        return Tile(32, 32, 4, 1)
-    if family == "cuda":
-        return Tile(128, 64, 8 if head > 64 else 4, 3)
+    wide = head > 64
     if family == "cdna":
-        return Tile(128, 64, 4, 1)
-    return Tile(64, 32, 4, 1)
+        return Tile(32, 32, 4, 1) if dtype == torch.float32 else Tile(128, 64, 4, 1)
+    if family == "cuda" and dtype == torch.float32:
+        return None if wide else Tile(64, 32, 4, 1, "tf32x3")
+    if dtype == torch.float32 or family == "rdna2":  # multiplied without matrix instructions, out of registers
+        return Tile(16, 16, 8 if wide else 4, 1)
+    if family == "cuda":
+        return Tile(128, 64, 8 if wide else 4, 3)
+    return Tile(64, 32, 8 if wide else 4, 1)
 
 
 def compile_cases(target: Target) -> Iterable[CompileCase]:
     """For the gate: wav2vec 2.0 large, and MMS, whose heads are no power of two."""
     for dtype, name in _TRITON.items():
         for width, head in ((1024, 64), (1280, 80)):
-            tile = _tile(dtype, head, target)
+            found = _tile(dtype, head, target)
+            tile = found or Tile(16, 16, 4, 1)
+            skip = "no bf16 arithmetic" if target.family == "rdna2" and name == "bf16" else None
             yield CompileCase(
                 f"packed_attention {head}",
                 name,
@@ -193,10 +203,11 @@ def compile_cases(target: Target) -> Iterable[CompileCase]:
                     "PARTS": QUERIES // tile.queries,
                     "QUERIES": tile.queries,
                     "KEYS": tile.keys,
+                    "PRECISION": tile.precision,
                     "WIDEN": False,
                 },
-                dot=name,
+                dot="tf32" if tile.precision == "tf32x3" else name,
                 warps=tile.warps,
                 stages=tile.stages,
-                skip="no bf16 arithmetic" if target.family == "rdna2" and name == "bf16" else None,
+                skip=skip if found else "it spills registers",
             )

@@ -199,7 +199,7 @@ def _store_windows(
     out_ptr, y, frame, inside, channel, windows, CHANNELS: tl.constexpr, KERNEL: tl.constexpr, STRIDE: tl.constexpr
 ):
     """Each frame into every window that sees it."""
-    for back in tl.static_range((KERNEL + STRIDE - 1) // STRIDE):
+    for back in tl.static_range((KERNEL + STRIDE - 1) // STRIDE):  # pyright: ignore[reportGeneralTypeIssues]
         window = frame // STRIDE - back
         place = frame - window * STRIDE
         kept = inside & (window >= 0) & (window < windows) & (place < KERNEL)
