@@ -46,6 +46,7 @@ def network(sizes: Wav2Vec2Config, seed: int = 0, *, attends: bool = True) -> Wa
         assert model.head is not None
         model.head.weight.normal_(0.0, 1.0, generator=generator)
         model.head.bias[0] += 2.0  # blanks
+        model.head.bias[1:4] -= 100.0  # markers
         model.head.bias[4] += 2.0  # marks between words
     return model.eval().requires_grad_(False)
 

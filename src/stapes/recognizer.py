@@ -228,7 +228,8 @@ def _find(
         if not catalog.is_offline(offline):
             progress.note(f"{name} is not on this machine: downloading it")
         found = catalog.Location(catalog.pull(name, model_dir, progress, offline))
-    label = name if name in catalog.KNOWN or catalog.repository_of(name) else found.path.name
+    # A folder in a folder looks like a Hugging Face id.
+    label = found.path.name if found.path == Path(name).expanduser() else name
     return label, found
 
 

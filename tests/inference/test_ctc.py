@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fakes import FakeDetector
+from fakes import FakeDetector, FakeEngine, fake_recognizer
 
 import stapes
 from ctc_models import LETTERS, babble, config, network, save
@@ -95,6 +95,23 @@ def test_a_short_recording_has_the_text_of_the_plain_model(tmp_path: Path, norm:
     assert all(segment.avg_logprob < 0 for segment in transcript.segments)
     assert transcript.duration == pytest.approx(3.1)
     assert transcript.timings["total"] > 0
+
+
+@pytest.mark.parametrize("norm", ["layer", "group"])
+def test_the_text_is_that_of_transformers(tmp_path: Path, norm: str) -> None:
+    from transformers import Wav2Vec2ForCTC, Wav2Vec2Processor
+
+    save(tmp_path / "model", norm)
+    theirs = Wav2Vec2ForCTC.from_pretrained(tmp_path / "model")
+    processor: Any = Wav2Vec2Processor.from_pretrained(tmp_path / "model")
+    pcm = babble(2.3, seed=5)
+    with torch.inference_mode():
+        logits = theirs(**processor(pcm, sampling_rate=SECOND, return_tensors="pt")).logits
+    (expected,) = processor.batch_decode(logits.argmax(-1))
+    with load(tmp_path / "model") as recognizer:
+        text = recognizer.transcribe(pcm, sample_rate=SECOND, vad=False).text
+    assert len(text) > 20
+    assert text == " ".join(expected.split())
 
 
 @pytest.mark.parametrize("norm", ["layer", "group"])
@@ -224,6 +241,19 @@ def test_a_pipe_is_read_twice_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         ]
     assert len(texts[0]) > 50
     assert len(set(texts)) == 1
+
+
+def test_channels_are_speakers_that_know_nothing_of_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ctc_recording, "HELD", 2 * SECOND)
+    save(tmp_path / "model", "group")
+    voices = np.stack([babble(6, seed=1), 0.1 * babble(6, seed=2)])
+    with load(tmp_path / "model") as recognizer:
+        _shorten_windows(recognizer)
+        both = recognizer.transcribe(voices, sample_rate=SECOND, vad=False, channels="separate")
+        alone = [recognizer.transcribe(voice, sample_rate=SECOND, vad=False).text for voice in voices]
+    for number, text in enumerate(alone, 1):
+        said = [segment.text.strip() for segment in both.segments if segment.speaker == f"Speaker {number}"]
+        assert " ".join(said) == text
 
 
 def test_silence_is_skipped(tmp_path: Path) -> None:
@@ -375,6 +405,13 @@ def test_options_that_cannot_apply_are_refused_by_name(tmp_path: Path) -> None:
         assert recognizer.transcribe(pcm, sample_rate=SECOND, **kept).language == "de"
     with pytest.raises(UsageError, match="int8"):
         stapes.load(tmp_path / "model", device="cpu", precision="int8")
+
+
+def test_a_whisper_has_no_use_for_a_language_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    recognizer = fake_recognizer(monkeypatch, FakeEngine())
+    for option in ({"lm": "words.arpa"}, {"lm_weight": 0.2}, {"n_best": 2}):
+        with pytest.raises(UsageError, match=next(iter(option)).replace("_", "-")):
+            recognizer.transcribe(babble(0.5), sample_rate=SECOND, **option)
 
 
 def test_a_language_model_and_hotwords_speak_for_texts(tmp_path: Path) -> None:
