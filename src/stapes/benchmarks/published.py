@@ -159,3 +159,11 @@ MLPERF_WANTED = (
     ("Radeon RX 7900 XTX", "turbo", "bf16", ""),
 )
 """What ought to be measured: a part of the device's name, model, precision, and the option of the command."""
+
+CTC_WANTED = (
+    ("H200", "wav2vec2-large"),
+    ("H200", "wav2vec2-base"),
+    ("Instinct MI300X", "wav2vec2-large"),
+    ("Radeon RX 7900 XTX", "wav2vec2-base"),
+)
+"""What ought to be measured: a part of the device's name, and the model."""

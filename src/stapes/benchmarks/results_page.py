@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from stapes.benchmarks import published
-from stapes.benchmarks.records import BenchResult, CaseRow, Spread, read_bench
+from stapes.benchmarks.records import BenchResult, CaseRow, Spread, Weights, read_bench
 
 BLANK = "*not measured yet*"
 LENGTHS = ((30.0, "30 s"), (300.0, "5 min"), (3600.0, "1 h"))
@@ -72,6 +72,9 @@ def render(results: Sequence[tuple[str, BenchResult]]) -> str:
         _latency(labelled),
         "## wav2vec 2.0 by platform\n",
         _wav2vec2(labelled, note),
+        "Recordings in the host's memory → text, in batches; more is better. MFU is model operations ÷ the data "
+        "sheet's dense peak; the network alone is set against a large matrix product of the same run.\n",
+        _ctc(labelled),
         "## CTC and attention\n\nWhat each costs to train, and how well it hears then.\n",
         _objectives(labelled, note),
         "## Beside other systems\n\nThe same recording, model, number format and threads. WER says whether the faster "
@@ -146,8 +149,10 @@ def _wav2vec2(results: Sequence[Labelled], note: Footnotes) -> str:
     for label, result in results:
         if _is_wav2vec2(result):
             for row in result.rows:
-                device, length = _device(result, row.case), row.case["audio_seconds"]
-                factor = spread(row.ours.wall_seconds, lambda value, length=length: f"{value / length:.4f}")
+                if row.case.get("work", "equal") != "equal":  # one row a run: of `stapes bench ctc` that of one length
+                    continue
+                device, length = _device(result, row.case), row.case.get("audio_seconds") or row.case["sound_seconds"]
+                factor = spread(row.ours.wall_seconds, lambda value, length=length: f"{value / length:.2g}")
                 wer = _percent(row.ours.figures.get("wer"))
                 ours.append((result.weights.name, device, [_model(result), f"{device}, stapes", label, wer, factor]))
     for each in published.WAV2VEC2:
@@ -158,8 +163,51 @@ def _wav2vec2(results: Sequence[Labelled], note: Footnotes) -> str:
             measured = [
                 row for model, device, row in ours if each.model in model and (part in device if part else True)
             ]
-            rows += measured or [[each.model, f"{platform}, stapes", "wav2vec 2.0 is not built yet", BLANK, BLANK]]
+            command = f"`stapes bench ctc --random-weights {each.model}`"
+            rows += measured or [[each.model, f"{platform}, stapes", command, BLANK, BLANK]]
     return table(header, _once(rows), right=2)
+
+
+def _ctc(results: Sequence[Labelled]) -> str:
+    header = ["hardware", "model", "precision", "recordings", "run", "× real time", "MFU, %", "network, % of product"]
+    header += ["× as fast as"]
+    rows: list[list[str]] = []
+    ours: set[tuple[str, str]] = set()
+    for label, result in results:
+        for row in result.rows if result.name == "ctc" else []:
+            case, figures, times = row.case, row.ours.figures, row.ours.wall_seconds
+            ours.add((_device(result, case), result.weights.name))
+            rate = lambda value, sound=case["sound_seconds"]: f"{sound / value:.0f}"  # noqa: E731
+            rows.append(
+                [
+                    f"{_device(result, case)}, stapes",
+                    _model(result),
+                    case["precision"],
+                    _recordings(row),
+                    label,
+                    # The longest time is the lowest rate.
+                    f"{rate(times.median)} ({rate(times.high)}–{rate(times.low)})",
+                    _percent(figures.get("mfu")),
+                    _percent(figures.get("network_of_product")),
+                    _faster(row),
+                ]
+            )
+    for part, model in published.CTC_WANTED:
+        if not any(part in device and model == name for device, name in ours):
+            command = f"`stapes bench ctc --random-weights {model} --precision bf16 --mix --peer transformers`"
+            rows.append([f"{part}, stapes", model, "bf16", command, *[BLANK] * 5])
+    return table(header, rows, right=4)
+
+
+def _recordings(row: CaseRow) -> str:
+    """What a batch is, and how it becomes text."""
+    case = row.case
+    if case["work"] == "mix":
+        return f"{case['batch'] * case['seconds']:g} s of mixed lengths"
+    lengths = f"{case['batch']} × {case['seconds']:g} s"
+    if case["work"] == "equal":
+        return lengths
+    return f"{lengths}, beam {case['beam']}" + (", language model" if case["language_model"] else "")
 
 
 def _objectives(results: Sequence[Labelled], note: Footnotes) -> str:
@@ -329,7 +377,7 @@ def _runs(results: Sequence[tuple[str, BenchResult]]) -> str:
         origin = (
             "no weights"
             if weights.kind == "none"
-            else f"random weights, {weights.tokens} tokens a window: for timing only"
+            else f"{_random(weights)}: for timing only"
             if weights.kind == "random"
             else f"real weights, sha256 `{(weights.sha256 or 'unknown')[:16]}`"
         )
@@ -355,9 +403,11 @@ def _runs(results: Sequence[tuple[str, BenchResult]]) -> str:
 
 def _model(result: BenchResult) -> str:
     weights = result.weights
-    return (
-        weights.name if weights.kind == "real" else f"{weights.name}, random weights, {weights.tokens} tokens a window"
-    )
+    return weights.name if weights.kind == "real" else f"{weights.name}, {_random(weights)}"
+
+
+def _random(weights: Weights) -> str:
+    return "random weights" + ("" if weights.tokens is None else f", {weights.tokens} tokens a window")
 
 
 def _device(result: BenchResult, case: dict[str, Any]) -> str:
