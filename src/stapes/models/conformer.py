@@ -22,6 +22,9 @@ from stapes.models.waveform import is_real, zero_padding
 
 Count = TypeVar("Count", int, Tensor)
 
+# Of log-mel spectrograms of speech on Whisper's scale, about: the network's inputs have mean 0 and deviation 1.
+_MEAN, _DEVIATION = -0.15, 0.5
+
 
 @dataclass(frozen=True)
 class ConformerConfig:
@@ -73,7 +76,7 @@ class Subsampling(nn.Module):
 
     def forward(self, mel: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """(batch, mel bins, frames), frames (batch,) → (batch, states, width), states (batch,)."""
-        x = zero_padding(mel.transpose(1, 2), lengths)[:, None]
+        x = zero_padding(((mel - _MEAN) / _DEVIATION).transpose(1, 2), lengths)[:, None]
         x, lengths = F.silu(self.first(x)), _halve(lengths)
         for depthwise, pointwise in zip(self.depthwise, self.pointwise, strict=True):
             x = zero_padding(x.transpose(1, 2), lengths).transpose(1, 2)

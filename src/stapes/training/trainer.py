@@ -116,10 +116,9 @@ class Trainer:
         self._begun = self._window_begun = time.perf_counter()
         ending = False
         try:
-            for batches in self._batches():
-                if self.step >= total or ending:
-                    break
-                self._train(batches)
+            steps = self._batches()
+            while self.step < total and not ending:
+                self._train(next(steps))
                 ending = self._is_ending(stop)
                 if self.step % config.run.evaluate_every == 0 or self.step == total:
                     ending = self._evaluate() or ending
