@@ -49,6 +49,7 @@ _VERSION = 1  # of what is measured: results of another are measured again
 _FRAME = SAMPLE_RATE // 10
 _FULL_SCALE = 0.999
 _EDGE_BYTES = 1 << 20  # a file up to it is fingerprinted whole, a longer one by its beginning, end and size
+_FREE_CHARACTERS = 10  # a word by itself may be cut so short that its rate says nothing
 _DURATION_SLACK = (0.25, 0.02)  # seconds, and share: encoders pad, and manifests round
 
 
@@ -96,8 +97,10 @@ class Limits:
     max_seconds: float | None = None
     silence_db: float = -60.0
     max_clipped: float = 0.05
-    frame_rate: float = 25.0
+    frame_rate: float = 50.0
     """Frames a second that the model gives: CTC needs one for each token, and one more between two equal ones."""
+    max_characters_per_second: float = 30.0
+    """Of longer texts; nobody speaks so fast."""
 
 
 def fingerprint(row: Row, convert: str | None) -> str:
@@ -188,6 +191,9 @@ def rejected(
         return "clipped", f"{100 * facts.clipped:.1f} % of its samples are at full scale"
     if unknown:
         return "vocabulary", f"{' '.join(map(repr, unknown))} in {text[:60]!r}"
+    characters = len(text) - _FREE_CHARACTERS
+    if characters > limits.max_characters_per_second * facts.seconds:
+        return "text too long", f"nobody says {text[:60]!r} ({len(text)} characters) in {facts.seconds:.2f} s"
     needed = ctc_frames(tokens)
     if needed > facts.seconds * limits.frame_rate:
         frames = int(facts.seconds * limits.frame_rate)

@@ -14,7 +14,7 @@ class PrepareOptions:
     """What is kept of a corpus, and how it is written."""
 
     split: str | None = None
-    """train=0.9,dev=0.1 (shares, by speaker where known), train=0_*,test=1_* (file names), test=speaker:PATTERN.
+    """`train=0.9,dev=0.1` (shares, by speaker where known), `train=0_*,test=1_*` (file names), `test=speaker:PATTERN`.
     Default: as the corpus says, and train where it says nothing."""
 
     normalize: NormalizeName = "basic"
@@ -44,8 +44,11 @@ class PrepareOptions:
     max_clipped: float = 0.05
     """Utterances with a larger share of samples at full scale are rejected."""
 
-    frame_rate: float = 25.0
+    frame_rate: float = 50.0
     """Frames a second of the model to come: CTC needs one for each token. Texts that need more are rejected."""
+
+    max_characters_per_second: float = 30.0
+    """Texts that would have to be spoken faster are rejected: they belong to other audio."""
 
     keep_duplicates: bool = False
     """Keep utterances whose audio is there already."""
