@@ -20,6 +20,7 @@ from stapes.audio.vad import VoiceActivityDetector
 from stapes.checkpoints import catalog
 from stapes.checkpoints.formats import WhisperCheckpoint
 from stapes.checkpoints.load import WAV2VEC2, load_whisper, model_type, open_checkpoint
+from stapes.checkpoints.spectrogram_models import KINDS, load_spectrogram_model, open_spectrogram_model
 from stapes.checkpoints.tokenizer import open_tokenizer
 from stapes.checkpoints.wav2vec2 import load_wav2vec2, open_wav2vec2
 from stapes.decoding.rules import Vocabulary
@@ -38,6 +39,7 @@ from stapes.inference.planner import Plan, plan, workspace_bytes
 from stapes.inference.quantized import quantizer
 from stapes.inference.requests import Priority
 from stapes.inference.scheduler import Scheduler
+from stapes.inference.spectrogram_ctc import SpectrogramCTC
 from stapes.inference.torch_ctc import TorchCTCEngine, batch_seconds
 from stapes.inference.torch_whisper import TorchWhisperEngine
 from stapes.inference.whisper_family import WhisperFamily
@@ -89,8 +91,11 @@ def load(
     if budget is not None and where.memory is not None:
         torch.cuda.set_per_process_memory_fraction(min(1.0, budget / where.memory), where.torch)
     name, location = _find(model, where, task, language, model_dir, offline, progress)
-    if model_type(location.path) in WAV2VEC2:
+    kind = model_type(location.path)
+    if kind in WAV2VEC2:
         return _load_ctc(name, location.path, where, precision, dtype, batch_size, language)
+    if kind in KINDS:
+        return _load_spectrogram_ctc(name, location.path, where, precision, dtype, batch_size)
     checkpoint = open_checkpoint(location.path, name, location.parts)
     tokenizer = open_tokenizer(checkpoint, model_dir)
     slots, encoder_batch = batch_size or _default_slots(where), 1
@@ -194,6 +199,24 @@ def _load_ctc(
         slots or (_default_slots(device) if on_gpu else 1),
         batch_seconds=batch_seconds(device.torch, dtype),
         shapes="packed" if on_gpu else "tight",
+    )
+    parameters = sum(parameter.numel() for parameter in network.parameters())
+    return Recognizer(CTCFamily(name, model, engine, checkpoint.config, parameters), device)
+
+
+def _load_spectrogram_ctc(
+    name: str, path: Path, device: Device, precision: Precision, dtype: torch.dtype, slots: int | None
+) -> Recognizer:
+    """Load a CTC model over log-mel spectrograms, as `stapes train` writes them."""
+    if precision in ("fp8", "int8", "int4"):
+        raise UsageError(f"--precision {precision}: {name} runs in fp32, bf16 or fp16; say one of them, or auto")
+    checkpoint = open_spectrogram_model(path, name)
+    network = load_spectrogram_model(checkpoint, dtype, device.torch)
+    model = SpectrogramCTC(checkpoint, network)
+    engine = TorchCTCEngine(
+        model,
+        slots or (_default_slots(device) if device.memory is not None else 1),
+        batch_seconds=batch_seconds(device.torch, dtype),
     )
     parameters = sum(parameter.numel() for parameter in network.parameters())
     return Recognizer(CTCFamily(name, model, engine, checkpoint.config, parameters), device)

@@ -1,0 +1,78 @@
+"""CTC models over log-mel spectrograms (Conformer, Whisper's encoder) for the engine that runs CTC models."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from stapes.audio.features import HOP
+from stapes.checkpoints.spectrogram_models import SpectrogramCheckpoint
+from stapes.errors import ModelError
+from stapes.inference.ctc_model import OneLanguage
+from stapes.inference.spectrograms import log_mel_rows
+from stapes.models.ctc_head import CTC, WhisperEncoderConfig
+from stapes.models.hybrid import Hybrid
+
+WINDOW_SECONDS = 30
+CONTEXT_SECONDS = 2
+"""Of a window inside a recording, so much at each end is heard but not written."""
+
+
+class NothingMeasured:
+    """A `Meter` of models that normalise nothing over a recording."""
+
+    def feed(self, pcm: np.ndarray) -> None:
+        """Nothing to do."""
+
+    def cut(self) -> None:
+        """Nothing to do."""
+
+    def result(self) -> None:
+        """Nothing."""
+
+
+class SpectrogramCTC(OneLanguage):
+    """A `CTC`, or the CTC half of a `Hybrid`, as `inference.ctc_model.CTCModel`. Raises ModelError without a head."""
+
+    def __init__(self, checkpoint: SpectrogramCheckpoint, network: CTC | Hybrid) -> None:
+        if network.head is None:
+            raise ModelError(f"{checkpoint.path} has no CTC head: it writes with its decoder alone")
+        super().__init__()
+        config = network.config
+        self.checkpoint, self.network = checkpoint, network
+        self.tokenizer = checkpoint.tokenizer
+        self.device = network.head.weight.device
+        self.hop = round(config.frame_seconds * 100) * HOP
+        seconds = WINDOW_SECONDS
+        if isinstance(config.encoder, WhisperEncoderConfig):
+            seconds = min(seconds, int(config.encoder.audio_context * config.encoder.frame_seconds))
+        self.window = seconds * 100 * HOP // self.hop * self.hop
+        self.context = CONTEXT_SECONDS * 100 * HOP // self.hop * self.hop
+
+    def frame_count(self, samples: int) -> int:
+        """One for each hop that has begun."""
+        return -(-samples // self.hop)
+
+    def meter(self) -> NothingMeasured:
+        """Each window is its own reference, as it was in training."""
+        return NothingMeasured()
+
+    def __call__(
+        self, waveform: Tensor, lengths: Tensor, measured: Sequence[Any] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Logits (batch, frames, vocabulary) and real frames (batch,) of waveforms (batch, samples).
+
+        ``lengths`` (batch,), on the CPU, are real samples.
+        """
+        network, full = self.network, int(lengths.min()) == waveform.shape[1]
+        assert network.head is not None
+        real = None if full else lengths.to(waveform.device, non_blocking=True)
+        mel, frames = log_mel_rows(waveform, real, network.config.encoder.mel_bins)
+        mel = mel.to(network.head.weight.dtype)
+        if isinstance(network, CTC):
+            return network(mel, frames)
+        states, counts = network.encoder(mel, frames)
+        return network.ctc_logits(states), counts
