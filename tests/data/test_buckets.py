@@ -207,9 +207,7 @@ def test_bucket_lengths_are_the_best_there_are():
             return float(edges[np.searchsorted(edges, lengths - 1e-9)].sum())
 
         found = bucket_lengths(lengths, 3)
-        best = min(
-            padded(np.array([a, b, values[-1]]) * 0.1) for a in values[:-2] for b in values[1:-1] if a < b
-        )
+        best = min(padded(np.array([a, b, values[-1]]) * 0.1) for a in values[:-2] for b in values[1:-1] if a < b)
         assert len(found) == 3
         assert padded(found) == pytest.approx(best)
 
