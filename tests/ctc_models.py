@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from stapes.checkpoints.wav2vec2 import Wav2Vec2Checkpoint, save_wav2vec2
+from stapes.checkpoints.wav2vec2_names import is_language_weight
 from stapes.models.wav2vec2 import Wav2Vec2, Wav2Vec2Config
 from stapes.text.ctc_tokenizer import CTCTokenizer
 
@@ -68,6 +69,30 @@ def save(
     )
     save_wav2vec2(checkpoint, folder, model)
     return model
+
+
+VOCABULARIES = {"eng": LETTERS, "deu": {token: id for id, token in enumerate([*list(LETTERS)[:5], *"QRSTUVWXYZÄÖ"])}}
+
+
+def save_languages(folder: Path) -> dict[str, Wav2Vec2]:
+    """Write a model with adapters for two languages; the network in each. It was saved in the first one."""
+    models: dict[str, Wav2Vec2] = {}
+    for language, vocabulary in VOCABULARIES.items():
+        sizes = config("layer", adapter_width=4, vocab_size=len(vocabulary))
+        model = network(sizes, seed=len(models))
+        spoken = models.setdefault("eng", model).state_dict()
+        shared = {name: tensor for name, tensor in spoken.items() if not is_language_weight(name)}
+        model.load_state_dict(shared, strict=False)
+        models[language] = model
+        tokenizer = CTCTokenizer(vocabulary, language=language, vocabularies=VOCABULARIES)
+        place = folder if language == "eng" else folder.with_name(f"{folder.name}-{language}")
+        checkpoint = Wav2Vec2Checkpoint(
+            folder.name, place, "wav2vec2", sizes, (), tokenizer, language=language, languages=(language,)
+        )
+        save_wav2vec2(checkpoint, place, model)
+        file = f"adapter.{language}.safetensors"
+        (place / file).rename(folder / file)
+    return models
 
 
 def babble(seconds: float, seed: int = 0) -> np.ndarray:

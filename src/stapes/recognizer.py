@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import threading
-import time
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -20,34 +19,31 @@ from stapes.audio.vad import VoiceActivityDetector
 from stapes.checkpoints import catalog
 from stapes.checkpoints.formats import WhisperCheckpoint
 from stapes.checkpoints.load import WAV2VEC2, load_whisper, model_type, open_checkpoint
-from stapes.checkpoints.spectrogram_models import KINDS, load_spectrogram_model, open_spectrogram_model
 from stapes.checkpoints.tokenizer import open_tokenizer
-from stapes.checkpoints.wav2vec2 import load_wav2vec2, open_wav2vec2
+from stapes.checkpoints.wav2vec2 import has_languages
 from stapes.decoding.rules import Vocabulary
 from stapes.devices import tuned
 from stapes.devices.backend import Device, choose_dtype, fp8_dtype, resolve
 from stapes.devices.memory import save_gpu_memory
 from stapes.errors import ModelError, UsageError
-from stapes.inference.ctc_family import CTCFamily
-from stapes.inference.ctc_model import Wav2Vec2CTC, plain
+from stapes.inference.ctc_open import CTC_KINDS, open_ctc
 from stapes.inference.family import Family
-from stapes.inference.gpu_ctc import GpuCtcEncoder
 from stapes.inference.gpu_whisper import GpuWhisperEngine
-from stapes.inference.ingest import Ingest, Job, name_of
+from stapes.inference.ingest import Ingest
 from stapes.inference.packed import is_worth_packing, pack_module
 from stapes.inference.planner import Plan, plan, workspace_bytes
 from stapes.inference.quantized import quantizer
 from stapes.inference.requests import Priority
+from stapes.inference.results import make_transcript
 from stapes.inference.scheduler import Scheduler
-from stapes.inference.spectrogram_ctc import SpectrogramCTC
-from stapes.inference.torch_ctc import TorchCTCEngine, batch_seconds
+from stapes.inference.torch_ctc import TorchCTCEngine
 from stapes.inference.torch_whisper import TorchWhisperEngine
 from stapes.inference.whisper_family import WhisperFamily
 from stapes.models.whisper import WhisperConfig
 from stapes.options import Backend, Precision, TranscribeOptions
 from stapes.progress import Progress, Silent
 from stapes.text.tokenizers import WhisperTokenizer
-from stapes.transcript import Segment, Transcript
+from stapes.transcript import Transcript
 
 _SMALL = 4 << 30
 """Budget of GPU memory, in bytes, below which speed is given for it."""
@@ -92,10 +88,11 @@ def load(
         torch.cuda.set_per_process_memory_fraction(min(1.0, budget / where.memory), where.torch)
     name, location = _find(model, where, task, language, model_dir, offline, progress)
     kind = model_type(location.path)
-    if kind in WAV2VEC2:
-        return _load_ctc(name, location.path, where, precision, dtype, batch_size, language)
-    if kind in KINDS:
-        return _load_spectrogram_ctc(name, location.path, where, precision, dtype, batch_size)
+    if kind is not None and kind in CTC_KINDS:
+        if language is not None and kind in WAV2VEC2 and has_languages(location.path):
+            catalog.pull_adapter(name, language, model_dir, progress, offline)
+        slots = batch_size or (1 if where.memory is None else _default_slots(where))
+        return Recognizer(open_ctc(name, location.path, kind, where, precision, dtype, slots, language), where)
     checkpoint = open_checkpoint(location.path, name, location.parts)
     tokenizer = open_tokenizer(checkpoint, model_dir)
     slots, encoder_batch = batch_size or _default_slots(where), 1
@@ -173,53 +170,6 @@ def assemble(
         encoder_batch=1 if device.backend == "cpu" else encoder_batch or min(8, slots),
     )
     return Recognizer(WhisperFamily(name, checkpoint, tokenizer, engine), device)
-
-
-def _load_ctc(
-    name: str,
-    path: Path,
-    device: Device,
-    precision: Precision,
-    dtype: torch.dtype,
-    slots: int | None,
-    language: str | None,
-) -> Recognizer:
-    """Load a model of the kind of wav2vec 2.0; ``language`` chooses among its adapters, where it has any."""
-    if precision in ("fp8", "int8", "int4"):
-        raise UsageError(f"--precision {precision}: {name} runs in fp32, bf16 or fp16; say one of them, or auto")
-    checkpoint = open_wav2vec2(path, name)
-    has_several = checkpoint.languages or (checkpoint.tokenizer is not None and checkpoint.tokenizer.vocabularies)
-    if language is not None and has_several:
-        checkpoint = open_wav2vec2(path, name, language)
-    network = load_wav2vec2(checkpoint, dtype, device.torch)
-    on_gpu = device.memory is not None
-    model = Wav2Vec2CTC(checkpoint, network, partial(GpuCtcEncoder, dtype=dtype) if on_gpu else plain)
-    engine = TorchCTCEngine(
-        model,
-        slots or (_default_slots(device) if on_gpu else 1),
-        batch_seconds=batch_seconds(device.torch, dtype),
-        shapes="packed" if on_gpu else "tight",
-    )
-    parameters = sum(parameter.numel() for parameter in network.parameters())
-    return Recognizer(CTCFamily(name, model, engine, checkpoint.config, parameters), device)
-
-
-def _load_spectrogram_ctc(
-    name: str, path: Path, device: Device, precision: Precision, dtype: torch.dtype, slots: int | None
-) -> Recognizer:
-    """Load a CTC model over log-mel spectrograms, as `stapes train` writes them."""
-    if precision in ("fp8", "int8", "int4"):
-        raise UsageError(f"--precision {precision}: {name} runs in fp32, bf16 or fp16; say one of them, or auto")
-    checkpoint = open_spectrogram_model(path, name)
-    network = load_spectrogram_model(checkpoint, dtype, device.torch)
-    model = SpectrogramCTC(checkpoint, network)
-    engine = TorchCTCEngine(
-        model,
-        slots or (_default_slots(device) if device.memory is not None else 1),
-        batch_seconds=batch_seconds(device.torch, dtype),
-    )
-    parameters = sum(parameter.numel() for parameter in network.parameters())
-    return Recognizer(CTCFamily(name, model, engine, checkpoint.config, parameters), device)
 
 
 def _find(
@@ -368,47 +318,15 @@ class Recognizer:
         prepare = partial(_settle_thread, self.device.torch, torch.get_num_threads())
         with closing(self._scheduler.run(ingest, priority, options.batch_size, prepare)) as jobs:
             for job in jobs:
-                yield self._transcript(job, progress)
+                progress.advance(job.duration - job.reported)
+                progress.add_total(job.duration - job.estimate)
+                yield make_transcript(job, self.name)
 
     def _speech_detector(self) -> VoiceActivityDetector:
         with self._lock:
             if self._detector is None:
                 self._detector = VoiceActivityDetector(threads=_workers())
             return self._detector
-
-    def _transcript(self, job: Job, progress: Progress) -> Transcript:
-        recordings = job.channels
-        progress.advance(job.duration - job.reported)
-        progress.add_total(job.duration - job.estimate)
-        segments: list[Segment] = []
-        for number, recording in enumerate(recordings, 1):
-            for segment in recording.sorted_segments():
-                segment.speaker = f"Speaker {number}" if len(recordings) > 1 else None
-                segments.append(segment)
-        if len(recordings) > 1:
-            segments.sort(key=lambda segment: (segment.start, segment.end))
-        for index, segment in enumerate(segments):
-            _shift(segment, job.offset)
-            segment.id = index
-        first = max(recordings, key=lambda recording: len(recording.segments), default=None)
-        warnings = list(job.warnings)
-        if job.error is not None and segments:
-            warnings.append(job.error)
-        silent = [recording.skipped() for recording in recordings]
-        return Transcript(
-            text="".join(segment.text for segment in segments).strip() if len(recordings) < 2 else _dialogue(segments),
-            language=first.language if first else None,
-            language_probability=first.language_probability if first else None,
-            duration=job.duration + job.offset if recordings else 0.0,
-            segments=segments,
-            error=job.error if not segments else None,
-            path=name_of(job.source),  # as given; job.name is the printable form that messages use
-            model=self.name,
-            timings={"total": time.perf_counter() - job.started},
-            skipped=[(a + job.offset, b + job.offset) for a, b in _in_all(silent)],
-            warnings=warnings,
-            damaged=job.damaged or (job.error is not None and bool(segments)),
-        )
 
 
 def _resize(engine: TorchWhisperEngine | TorchCTCEngine, slots: int) -> None:
@@ -422,35 +340,6 @@ def _settle_thread(device: torch.device, threads: int) -> None:
     torch.set_num_threads(threads)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-
-
-def _in_all(channels: list[list[tuple[float, float]]]) -> list[tuple[float, float]]:
-    """What the sorted stretches of all channels have in common."""
-    common = channels[0] if channels else []
-    for stretches in channels[1:]:
-        pairs = [(max(a, c), min(b, d)) for a, b in common for c, d in stretches]
-        common = [(start, end) for start, end in pairs if start < end]
-    return common
-
-
-def _shift(segment: Segment, seconds: float) -> None:
-    segment.seek += round(seconds * 100)
-    segment.start += seconds
-    segment.end += seconds
-    for word in segment.words or []:
-        word.start += seconds
-        word.end += seconds
-
-
-def _dialogue(segments: list[Segment]) -> str:
-    """The text of speakers in turn, a line each."""
-    lines: list[str] = []
-    for before, segment in zip([None, *segments], segments, strict=False):
-        if before is not None and before.speaker == segment.speaker:
-            lines[-1] += segment.text
-        else:
-            lines.append(f"{segment.speaker}:{segment.text}")
-    return "\n".join(line.strip() for line in lines)
 
 
 def _options(options: TranscribeOptions | None, changes: dict[str, Any]) -> TranscribeOptions:

@@ -14,7 +14,8 @@ import torch
 from fakes import FakeDetector, FakeEngine, fake_recognizer
 
 import stapes
-from ctc_models import LETTERS, babble, config, network, save
+from ctc_models import LETTERS, VOCABULARIES, babble, config, network, save, save_languages
+from fake_hub import FakeHub
 from stapes.checkpoints.wav2vec2 import Wav2Vec2Checkpoint
 from stapes.decoding.ctc import CTCToken, greedy
 from stapes.errors import ModelError, UsageError
@@ -447,36 +448,10 @@ def test_a_language_model_and_hotwords_speak_for_texts(tmp_path: Path) -> None:
 
 
 def test_languages_of_one_model_take_turns(tmp_path: Path) -> None:
-    from stapes.checkpoints.wav2vec2 import open_wav2vec2, save_wav2vec2
-
-    vocabularies = {
-        "eng": LETTERS,
-        "deu": {token: id for id, token in enumerate(["<pad>", "<s>", "</s>", "<unk>", "|", *"QRSTUVWXYZÄÖ"])},
-    }
-    folder = tmp_path / "mms"
-    models = {}
-    for language, vocabulary in vocabularies.items():
-        sizes = config("layer", adapter_width=4, vocab_size=len(vocabulary))
-        tokenizer = CTCTokenizer(vocabulary, language=language, vocabularies=vocabularies)
-        models[language] = network(sizes, seed=len(models))
-        if models and language != "eng":  # all but adapters and head are shared
-            shared = {k: v for k, v in models["eng"].state_dict().items() if ".adapter." not in k and "head." not in k}
-            models[language].load_state_dict(shared, strict=False)
-        checkpoint = Wav2Vec2Checkpoint(
-            "mms", folder, "wav2vec2", sizes, (), tokenizer, language=language, languages=(language,)
-        )
-        if language != "eng":
-            save_wav2vec2(checkpoint, tmp_path / language, models[language])
-            (tmp_path / language / f"adapter.{language}.safetensors").rename(folder / f"adapter.{language}.safetensors")
-        else:
-            save_wav2vec2(checkpoint, folder, models[language])
-    assert open_wav2vec2(folder).languages == ("deu", "eng")
+    models = save_languages(tmp_path / "mms")
     pcm = babble(1.5)
-    expected = {}
-    for language, vocabulary in vocabularies.items():
-        tokens = said(whole(models[language], pcm))
-        expected[language] = " ".join(CTCTokenizer(vocabulary).decode([token.id for token in tokens]).split())
-    with load(folder) as recognizer:
+    expected = {language: said_in(language, model, pcm) for language, model in models.items()}
+    with load(tmp_path / "mms") as recognizer:
 
         def run(language: str | None) -> stapes.Transcript:
             return recognizer.transcribe(pcm, sample_rate=SECOND, vad=False, language=language)
@@ -488,8 +463,32 @@ def test_languages_of_one_model_take_turns(tmp_path: Path) -> None:
         assert run(None).language == "eng"
         with pytest.raises(UsageError, match="deu"):
             run("de")
-    with load(folder, language="deu") as recognizer:
+    with load(tmp_path / "mms", language="deu") as recognizer:
         assert recognizer.transcribe(pcm, sample_rate=SECOND, vad=False).text == expected["deu"]
+
+
+def test_the_adapter_of_a_language_is_fetched_with_the_model_or_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    models = save_languages(tmp_path / "published")
+    pcm = babble(1.5)
+    with FakeHub("someone/small-mms", tmp_path / "published") as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+        for language in ("eng", "deu"):
+            with load(Path("someone/small-mms"), model_dir=tmp_path / "models", language=language) as recognizer:
+                text = recognizer.transcribe(pcm, sample_rate=SECOND, vad=False, language=language).text
+            assert text == said_in(language, models[language], pcm)
+        with pytest.raises(UsageError, match="fra"):
+            load(Path("someone/small-mms"), model_dir=tmp_path / "models", language="fra")
+        files = [name for name, _ in hub.requests]
+    assert len(files) == len(set(files))
+    assert "vocab.json" in files
+
+
+def said_in(language: str, model: Wav2Vec2, pcm: np.ndarray) -> str:
+    tokens = said(whole(model, pcm))
+    return " ".join(CTCTokenizer(VOCABULARIES[language]).decode([token.id for token in tokens]).split())
 
 
 # Segments.

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 
-from stapes.checkpoints.download import download
+from stapes.checkpoints.download import download, download_file
 from stapes.checkpoints.huggingface import has_weights
 from stapes.checkpoints.tensors import read_json
 from stapes.errors import ModelError
@@ -248,6 +249,23 @@ def pull(
     folder = (Path(model_dir) if model_dir else default_folder()) / _folder_name(ALIASES.get(name, name))
     download(name, repository, folder, progress or Silent(), THREE_WAYS)
     return folder
+
+
+def pull_adapter(
+    name: str,
+    language: str,
+    model_dir: str | Path | None = None,
+    progress: Progress | None = None,
+    offline: bool = False,
+) -> None:
+    """Fetch what a model that was pulled lacks to speak a language, if its publisher has it. Raises ModelError."""
+    folder = (Path(model_dir) if model_dir else default_folder()) / _folder_name(name)
+    repository = repository_of(name)
+    if repository is None or is_offline(offline) or not folder.is_dir() or not re.fullmatch(r"[\w-]+", language):
+        return
+    file = f"adapter.{language}.safetensors"
+    if not (folder / file).exists():
+        download_file(name, repository, folder, file, progress or Silent(), "leave --language out")
 
 
 def choose_default(gpu_memory: int | None, translate: bool) -> str:

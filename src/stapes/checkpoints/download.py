@@ -41,17 +41,7 @@ def download(name: str, repository: str, folder: Path, progress: Progress, other
     Progress is counted in bytes. Everything is held against the publisher's checksums. ``otherwise`` is what to do
     where that is impossible. Raises ModelError.
     """
-    # HTTPError is that of the HTTP library beneath, which is httpx up to huggingface_hub 1 and httpx2 from 2 on.
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        HfHubHTTPError,
-        HFValidationError,
-        HTTPError,  # pyright: ignore[reportPrivateImportUsage]
-        OfflineModeIsEnabled,
-        RepositoryNotFoundError,
-    )
-
-    try:
+    with _explained(name, repository, folder, otherwise):
         info = _describe(repository)
         partial = folder.with_name(f".{folder.name}.{(info.sha or 'main')[:12]}.partial")
         with _alone(partial, name, progress):
@@ -63,6 +53,39 @@ def download(name: str, repository: str, folder: Path, progress: Progress, other
             partial.rename(folder)
         for stale in folder.parent.glob(f".{folder.name}.*.partial"):
             shutil.rmtree(stale, ignore_errors=True)
+
+
+def download_file(name: str, repository: str, folder: Path, file: str, progress: Progress, otherwise: str) -> bool:
+    """Fetch one file more of a model that is in ``folder``. False: there is none of this name. Else as `download`."""
+    with _explained(name, repository, folder, otherwise):
+        info = _describe(repository)
+        found = next((sibling for sibling in info.siblings or [] if sibling.rfilename == file), None)
+        partial = folder.with_name(f".{folder.name}.{file}.partial")
+        if found is None or (folder / file).exists():
+            return found is not None
+        with _alone(partial, name, progress):
+            progress.add_total(found.size or 0)
+            _fetch(repository, info.sha, found, partial, progress)
+            (partial / file).rename(folder / file)
+        shutil.rmtree(partial, ignore_errors=True)
+    return True
+
+
+@contextmanager
+def _explained(name: str, repository: str, folder: Path, otherwise: str) -> Iterator[None]:
+    """Say what went wrong with a download as a ModelError."""
+    # HTTPError is that of the HTTP library beneath, which is httpx up to huggingface_hub 1 and httpx2 from 2 on.
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        HFValidationError,
+        HTTPError,  # pyright: ignore[reportPrivateImportUsage]
+        OfflineModeIsEnabled,
+        RepositoryNotFoundError,
+    )
+
+    try:
+        yield
     except GatedRepoError:
         raise ModelError(
             f"{repository} is only for those who accepted its terms on the hub: do so and set HF_TOKEN"

@@ -84,6 +84,16 @@ class Wav2Vec2Checkpoint:
                 yield name, tensor
 
 
+def has_languages(path: Path) -> bool:
+    """Whether the model there has adapters and vocabularies for several languages, though they may not all be here."""
+    folder = path if path.is_dir() else path.parent
+    if not read_json(folder / "config.json").get("adapter_attn_dim"):
+        return False
+    vocabulary = folder / "vocab.json"
+    nested = vocabulary.exists() and any(isinstance(value, dict) for value in read_json(vocabulary).values())
+    return nested or bool(_languages(folder))
+
+
 def open_wav2vec2(path: Path, name: str | None = None, language: str | None = None) -> Wav2Vec2Checkpoint:
     """Describe the model in a folder, or in a file of weights with its ``config.json`` beside it.
 

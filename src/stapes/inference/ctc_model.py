@@ -179,10 +179,11 @@ class Wav2Vec2CTC:
         config = network.config
         self.lock = threading.Lock()
         self.checkpoint = checkpoint
-        # What runs it may have the weights in its own form: then it is kept for a change of its adapters only.
-        self.network = network if checkpoint.languages or make is plain else None
         self.tokenizer = self._tokenizer = checkpoint.tokenizer
-        self.languages = checkpoint.languages
+        several = checkpoint.languages or self.tokenizer.vocabularies
+        self.languages = tuple(sorted({*checkpoint.languages, checkpoint.language or ""} - {""})) if several else ()
+        # What runs it may have the weights in its own form: then it is kept for a change of its adapters only.
+        self.network = network if self.languages or make is plain else None
         self.device = network.head.weight.device
         self.hop = config.hop * config.downsampling_stride**config.downsampling_layers
         self.window = _multiple(WINDOW_SECONDS, self.hop)
@@ -202,10 +203,8 @@ class Wav2Vec2CTC:
             return self._tokenizer
         if language not in self.languages:
             close = difflib.get_close_matches(language, self.languages, n=3) or self.languages[:5]
-            raise UsageError(
-                f"{self.checkpoint.name} has no adapter for the language {language!r}: "
-                + (f"it has {', '.join(close)}" if close else "it knows one language only; leave --language out")
-            )
+            hint = f"here are {', '.join(close)}" if close else "it knows one language only, leave --language out"
+            raise UsageError(f"{self.checkpoint.name} has no adapter for the language {language!r}: {hint}")
         return self._tokenizer.for_language(language)
 
     def set_language(self, language: str | None) -> None:
