@@ -10,7 +10,7 @@ from stapes.training.config import RunOptions
 from stapes.training.metrics import Scores
 from stapes.training.objectives import Objective, prepare
 from stapes.training.optimizer import like
-from stapes.training.parallel import Processes
+from stapes.training.parallel import Processes, forget_gathered
 
 
 def score_dev(
@@ -50,4 +50,5 @@ def score_average(
     weights = average_weights(kept)
     for name, parameter in objective.network.named_parameters():
         parameter.copy_(like(weights[name], parameter))
+    forget_gathered(objective)
     return score_dev(objective, dev, processes, run)[0], weights

@@ -7,7 +7,7 @@ been summed over them before, so they all skip the same steps without asking eac
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -92,12 +92,21 @@ def parameter_groups(network: nn.Module, options: OptimizerOptions) -> list[dict
 
 
 class Optimizer:
-    """Changes the weights of a network, step by step. ``loss_scaling`` is for fp16."""
+    """Changes the weights of a network, step by step.
+
+    ``loss_scaling`` is for fp16. ``on_swap`` is called when other weights have been put in the place of the network's.
+    """
 
     def __init__(
-        self, network: nn.Module, options: OptimizerOptions, total_steps: int, *, loss_scaling: bool = False
+        self,
+        network: nn.Module,
+        options: OptimizerOptions,
+        total_steps: int,
+        *,
+        loss_scaling: bool = False,
+        on_swap: Callable[[], None] = lambda: None,
     ) -> None:
-        self.options, self.total_steps = options, total_steps
+        self.options, self.total_steps, self._on_swap = options, total_steps, on_swap
         self.step_number = 0
         """Steps tried so far, skipped ones too."""
         self._groups = parameter_groups(network, options)
@@ -160,7 +169,7 @@ class Optimizer:
             assert self.options.ema is not None
             # While few steps have been made, the mean of these: the beginning is not worth remembering.
             decay = min(self.options.ema, (1 + self.step_number) / (10 + self.step_number))
-            torch._foreach_lerp_(self.average, self._parameters, 1 - decay)  # pyright: ignore[reportPrivateImportUsage]
+            torch._foreach_lerp_(_shards(self.average), _shards(self._parameters), 1 - decay)  # pyright: ignore[reportPrivateImportUsage]
         self.step_number += 1
         return norm, bad
 
@@ -184,14 +193,16 @@ class Optimizer:
         if self.average is None:
             yield
             return
-        kept = [parameter.detach().clone() for parameter in self._parameters]
+        kept = [shard.clone() for shard in _shards(self._parameters)]
         with torch.no_grad():
-            torch._foreach_copy_(self._parameters, self.average)  # pyright: ignore[reportPrivateImportUsage]
+            torch._foreach_copy_(_shards(self._parameters), _shards(self.average))  # pyright: ignore[reportPrivateImportUsage]
+        self._on_swap()
         try:
             yield
         finally:
             with torch.no_grad():
-                torch._foreach_copy_(self._parameters, kept)  # pyright: ignore[reportPrivateImportUsage]
+                torch._foreach_copy_(_shards(self._parameters), kept)  # pyright: ignore[reportPrivateImportUsage]
+            self._on_swap()
 
     def state_dict(self) -> dict[str, Any]:
         """Everything, by the parameters' names, on the CPU. All processes must call it."""
@@ -225,6 +236,11 @@ class Optimizer:
                 self.adamw.state[parameter]["step"] = step.to(parameter.device)
         if self.average is not None and "average" in state:
             self.average = [like(state["average"][name], parameter) for name, parameter in self._named.items()]
+
+
+def _shards(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """What this process holds of tensors that may be shared out; changing it changes them."""
+    return [tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach() for tensor in tensors]
 
 
 def whole(tensor: Tensor) -> Tensor:

@@ -162,6 +162,13 @@ def gradient_sync(wrapped: nn.Module, last: bool) -> Iterator[None]:
     yield
 
 
+def forget_gathered(objective: nn.Module) -> None:
+    """Have FSDP2 gather weights anew: after a forward pass it holds whole ones, which changes do not reach."""
+    for module in objective.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 def lost_process(error: RuntimeError, step: int) -> DeviceError | None:
     """The reason for a collective operation's failure in a sentence; None for any other error."""
     text = str(error)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import cast, get_args
 
@@ -21,7 +22,7 @@ from stapes.training.config import TrainConfig, changes
 from stapes.training.networks import DTYPES, build_network, build_objective, layers_of
 from stapes.training.objectives import Objective, prepare
 from stapes.training.optimizer import Optimizer, freeze, like
-from stapes.training.parallel import Processes, choose_strategy, parallelize, prepare_layers
+from stapes.training.parallel import Processes, choose_strategy, forget_gathered, parallelize, prepare_layers
 from stapes.training.recipes import recipe
 from stapes.training.settings import apply_mapping
 from stapes.training.trainer import Trainer
@@ -77,7 +78,9 @@ def open_run(config: TrainConfig, processes: Processes, progress: Progress, *, r
     wrapped = parallelize(
         objective, layers, processes, strategy, config.parallel, DTYPES[precision], drops_layers=drops
     )
-    optimizer = Optimizer(network, config.optimizer, total, loss_scaling=precision == "fp16")
+    optimizer = Optimizer(
+        network, config.optimizer, total, loss_scaling=precision == "fp16", on_swap=partial(forget_gathered, objective)
+    )
     trainer = Trainer(config, processes, objective, wrapped, optimizer, data, dev, source, precision, progress)
     if step is not None:
         _restore(trainer, checkpoints, step, progress)
