@@ -10,7 +10,8 @@ import torch
 
 from small_wav2vec2 import speech_like
 from stapes.inference import gpu_ctc
-from stapes.inference.gpu_ctc import GpuCtcEncoder, unpack
+from stapes.inference.ctc_packing import unpack
+from stapes.inference.gpu_ctc import GpuCtcEncoder
 from stapes.kernels.jit import is_interpreted
 from stapes.models.wav2vec2 import GroupNormConvLayer, Wav2Vec2, Wav2Vec2Config
 from stapes.models.waveform import normalize_waveform

@@ -30,9 +30,8 @@ from stapes.kernels.wave_convolution import (
     activate_reference,
     first_convolution,
     first_convolution_reference,
-    moments,
-    moments_reference,
 )
+from stapes.kernels.wave_moments import moments, moments_reference
 
 WINDOWS = [Windows(), Windows(3, 2), Windows(2, 2), Windows(4, 3), Windows(7, 3)]
 
@@ -91,9 +90,9 @@ def test_moments(size: int, stride: int) -> None:
 
 
 def test_moments_of_many_windows_are_summed_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    from stapes.kernels import wave_convolution
+    from stapes.kernels import wave_moments
 
-    monkeypatch.setattr(wave_convolution, "_PART", 256)
+    monkeypatch.setattr(wave_moments, "_PART", 256)
     samples, recordings = random(3_000), integers([0, 2_000], [2_000, 900])
     found = moments(samples, recordings, 2_000, 10, 5)
     torch.testing.assert_close(found, moments_reference(samples, recordings, 2_000, 10, 5), rtol=1e-12, atol=1e-12)

@@ -201,7 +201,7 @@ class CtcRun(Run):
         work = lambda: encoder.packed_logits(samples, packing, None, normalization)  # noqa: E731
         whole = float(np.median(roofline.timed(device, work, repeats)))
         with torch.inference_mode():
-            features = lambda: encoder.features(samples, packing, None, normalization)  # noqa: E731
+            features = lambda: encoder.packed_features(samples, packing, None, normalization)  # noqa: E731
             front = float(np.median(roofline.timed(device, features, repeats)))
         least = work_of(subject.config, lengths, subject.dtype.itemsize)
         of_product = least.operations / whole / peaks.product

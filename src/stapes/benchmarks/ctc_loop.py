@@ -18,7 +18,7 @@ from torch import Tensor
 
 from stapes.benchmarks.ctc_setup import CtcSubject
 from stapes.decoding.ctc_beam import BeamState, PrefixBeamSearch
-from stapes.inference.gpu_ctc import Packing, unpack
+from stapes.inference.ctc_packing import Packing, unpack
 from stapes.text.ctc_tokenizer import CTCTokenizer
 
 Batch = Sequence[np.ndarray]

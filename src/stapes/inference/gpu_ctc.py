@@ -11,17 +11,16 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
-import numpy as np
 import torch
 import torch.nn.functional as F
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from stapes.inference.ctc_graphs import Graphs, Norms
+from stapes.inference.ctc_packing import POSITIONS, Packing, Tables, overhang, pack, unpack
 from stapes.inference.gpu_lane import upload
 from stapes.kernels.layer_norm import layer_norm
-from stapes.kernels.packed_attention import packed_attention, query_blocks
+from stapes.kernels.packed_attention import packed_attention
 from stapes.kernels.positions import add_positions, position_windows, toeplitz
 from stapes.kernels.wave_convolution import (
     ChannelNorm,
@@ -30,58 +29,13 @@ from stapes.kernels.wave_convolution import (
     Windows,
     activate,
     first_convolution,
-    moments,
 )
+from stapes.kernels.wave_moments import moments
 from stapes.models.wav2vec2 import ConvLayer, EncoderLayer, GroupNormConvLayer, LanguageAdapter, Statistics, Wav2Vec2
-from stapes.models.waveform import Moments, is_real, normalization
-
-_POSITIONS = 8
-"""Neighbouring positions that are one row of the positional convolution's product."""
-
-_ROUND = 128
-"""Slots of a batch are a multiple of this, so that products come in few sizes."""
+from stapes.models.waveform import Moments, normalization
 
 _CHUNK = 16_384
 """Slots whose convolutions are computed at once: 5 minutes of sound, whose windows are 1.6 GB in half precision."""
-
-
-class Tables(NamedTuple):
-    """Where everything lies, on the device, int32."""
-
-    slots: Tensor
-    """(3, slots): see `first_convolution`."""
-    recordings: Tensor
-    """(2, recordings): first sample, samples."""
-    places: Tensor
-    """(slots,): see `add_positions`."""
-    blocks: Tensor
-    """(3, blocks): see `position_windows`."""
-    queries: Tensor
-    """(4, blocks): see `packed_attention`."""
-
-
-@dataclass(frozen=True)
-class Packing:
-    """Where the recordings of a batch lie in one sequence of slots; of each, (recordings,), int64.
-
-    A slot is as long as a frame of features. A recording has a few more slots than frames, so that no window of a
-    frame of it reaches into the next one.
-    """
-
-    begins: NDArray[np.int64]
-    """Its first sample."""
-    lengths: NDArray[np.int64]
-    """Its samples."""
-    starts: NDArray[np.int64]
-    """Its first slot: the rows of its frames begin there."""
-    spans: NDArray[np.int64]
-    """Its slots."""
-    counts: NDArray[np.int64]
-    """Its frames of features, 0 for what is too short."""
-    slots: int
-    """In all."""
-    tables: Tables
-    """The same for the kernels."""
 
 
 @dataclass(frozen=True)
@@ -166,7 +120,7 @@ class GpuCtcEncoder:
         self.config, self.dtype = config, dtype
         self.device = encoder.projection.linear.weight.device
         self._hop = config.hop
-        self._extra = -(-config.receptive_field // config.hop) - 1
+        self._overhang = overhang(config)
         convolutions = [model.feature_extractor.first, *model.feature_extractor.layers]
         seen = [Windows(*shape) for shape in zip(config.conv_kernels, config.conv_strides, strict=True)][1:]
         first = convolutions[0]
@@ -188,7 +142,7 @@ class GpuCtcEncoder:
         self._feature_norm = _layer_norm(encoder.projection.norm)
         self._projection = _linear(encoder.projection.linear, dtype)
         positions = encoder.positions.conv
-        self._position_weight = toeplitz(positions.weight.detach().to(dtype), config.position_groups, _POSITIONS)
+        self._position_weight = toeplitz(positions.weight.detach().to(dtype), config.position_groups, POSITIONS)
         self._position_bias = _bias(positions)
         lack = torch.zeros(config.width, device=self.device)
         self._norm = _norm(encoder.norm, lack)
@@ -200,17 +154,12 @@ class GpuCtcEncoder:
         self._last_norm = _norm(encoder.norm, lack)
         self._downsampling = copy.deepcopy(model.downsampling).to(dtype) if model.downsampling is not None else None
         self._head = None if model.head is None else _linear(model.head, dtype)
+        self._unchanged = torch.tensor([0.0, 1.0], device=self.device)
+        self._graphs = Graphs(self._network, self.device, dtype)
 
     def pack(self, lengths: Sequence[int], begins: Sequence[int] | None = None) -> Packing:
         """Lay recordings of so many samples out. ``begins``: their first samples; by default one follows the other."""
-        sizes = np.asarray(lengths, dtype=np.int64)
-        first = np.cumsum(sizes) - sizes if begins is None else np.asarray(begins, dtype=np.int64)
-        counts = self.config.feature_count(torch.from_numpy(sizes)).numpy()
-        spans = np.maximum(counts, 1) + self._extra
-        slots = -(-int(spans.sum()) // _ROUND) * _ROUND
-        starts = np.cumsum(spans) - spans
-        tables = _tables(first, sizes, starts, spans, counts, slots, self._hop, self.device)
-        return Packing(first, sizes, starts, spans, counts, slots, tables)
+        return pack(self.config, lengths, begins, self.device)
 
     @torch.inference_mode()
     def normalization(self, samples: Tensor, packing: Packing) -> tuple[Tensor, Tensor]:
@@ -230,15 +179,8 @@ class GpuCtcEncoder:
         samples: (count,), float32, on the device. ``statistics``: as the model's. ``normalization``: shift and scale
         for each recording, (recordings,): its sample x is heard as (x + shift) × scale.
         """
-        tables = packing.tables
-        x = self.features(samples, packing, statistics, normalization)
-        x = self._projection(x)
-        add_positions(x, self._position_product(x, tables.blocks), tables.places, self._position_bias)
-        if not self.config.pre_norm:
-            x = self._norm(x)
-        for layer in self._layers:
-            x = layer(x, tables.queries, self.config.heads)
-        return self._last_norm(x) if self.config.pre_norm else x
+        norms = self._norms(samples, packing, statistics, normalization)
+        return self._graphs(samples, packing, norms).clone()
 
     @torch.inference_mode()
     def packed_logits(
@@ -251,7 +193,19 @@ class GpuCtcEncoder:
         """Logits (slots, vocabulary), arguments as in `packed_states`. Not for models that downsample."""
         assert self._head is not None, "this model has no CTC head"
         assert self._downsampling is None, "a model that downsamples has frames of its own: call it"
-        return self._head(self.packed_states(samples, packing, statistics, normalization))
+        norms = self._norms(samples, packing, statistics, normalization)
+        return self._head(self._graphs(samples, packing, norms))
+
+    @torch.inference_mode()
+    def packed_features(
+        self,
+        samples: Tensor,
+        packing: Packing,
+        statistics: Statistics | None = None,
+        normalization: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
+        """What the convolutions make of the samples, (slots, channels), arguments as in `packed_states`."""
+        return self._features(samples, packing.tables, self._norms(samples, packing, statistics, normalization))
 
     @torch.inference_mode()
     def states(
@@ -284,27 +238,39 @@ class GpuCtcEncoder:
         x, counts = self.states(waveform, lengths, statistics)
         return self._head(x), counts
 
-    def features(
+    def _norms(
         self,
         samples: Tensor,
         packing: Packing,
         statistics: Statistics | None,
         normalization: tuple[Tensor, Tensor] | None,
-    ) -> Tensor:
-        """(slots, channels), normalised as the projection wants it."""
-        affine = torch.zeros(len(packing.lengths), 2, device=self.device)
-        affine[:, 1] = 1.0
-        if normalization is not None:
+    ) -> Norms:
+        if normalization is None:
+            affine = self._unchanged.expand(len(packing.lengths), 2).contiguous()
+        else:
             affine = torch.stack(normalization, 1).float()
-        channel_norm = None
-        if self._group is not None:
-            channel_norm = self._channel_norm(samples, packing, statistics, normalization)
+        if self._group is None:
+            return Norms(affine, None)
+        return Norms(affine, self._channel_norm(samples, packing, statistics, normalization))
+
+    def _network(self, samples: Tensor, tables: Tables, norms: Norms) -> Tensor:
+        """States, (slots, width); nothing is looked at by the host."""
+        x = self._projection(self._features(samples, tables, norms))
+        add_positions(x, self._position_product(x, tables.blocks), tables.places, self._position_bias)
+        if not self.config.pre_norm:
+            x = self._norm(x)
+        for layer in self._layers:
+            x = layer(x, tables.queries, self.config.heads)
+        return self._last_norm(x) if self.config.pre_norm else x
+
+    def _features(self, samples: Tensor, tables: Tables, norms: Norms) -> Tensor:
+        """(slots, channels), normalised as the projection wants it."""
         frames = self._hop // self._first.stride
         out = []
-        for start in range(0, packing.slots, _CHUNK):
-            chunk = packing.tables.slots[:, start : start + _CHUNK + self._extra].contiguous()
+        for start in range(0, tables.slots.shape[1], _CHUNK):
+            chunk = tables.slots[:, start : start + _CHUNK + self._overhang].contiguous()
             x = first_convolution(
-                samples, chunk, affine, self._first, channel_norm, frames, self._first_windows, self.dtype
+                samples, chunk, norms.affine, self._first, norms.channels, frames, self._first_windows, self.dtype
             )
             for layer in self._convolutions:
                 x = F.linear(x, layer.weight)
@@ -341,51 +307,11 @@ class GpuCtcEncoder:
 
     def _position_product(self, x: Tensor, blocks: Tensor) -> Tensor:
         out = []
-        for part in blocks.split(2 * _CHUNK // _POSITIONS, dim=1):
+        for part in blocks.split(2 * _CHUNK // POSITIONS, dim=1):
             groups, kernel = self.config.position_groups, self.config.position_kernel
-            windows = position_windows(x, part.contiguous(), groups, kernel, _POSITIONS)
+            windows = position_windows(x, part.contiguous(), groups, kernel, POSITIONS)
             out.append(torch.bmm(windows, self._position_weight))
         return torch.cat(out, 1) if len(out) > 1 else out[0]
-
-
-def unpack(packed: Tensor, packing: Packing, frames: int) -> Tensor:
-    """(slots, …) → (recordings, frames, …), zeros where a recording has no frame."""
-    rows = packing.starts[:, None] + np.arange(frames)
-    rows = upload(np.minimum(rows, packing.slots - 1), packed.device)
-    real = is_real(upload(packing.counts, packed.device), frames)
-    return packed[rows].masked_fill(~real[(..., *[None] * (packed.ndim - 1))], 0.0)
-
-
-def _tables(
-    begins: NDArray[np.int64],
-    lengths: NDArray[np.int64],
-    starts: NDArray[np.int64],
-    spans: NDArray[np.int64],
-    counts: NDArray[np.int64],
-    slots: int,
-    hop: int,
-    device: torch.device,
-) -> Tables:
-    used = int(spans.sum())
-    recording = np.repeat(np.arange(len(spans)), spans)
-    place = np.arange(used) - starts[recording]
-    of_slots = np.zeros((3, slots), dtype=np.int64)
-    of_slots[:, :used] = begins[recording] + place * hop, lengths[recording] - place * hop, recording
-
-    blocks = -(-spans // _POSITIONS)
-    first_block = np.cumsum(blocks) - blocks
-    of_block = np.repeat(np.arange(len(spans)), blocks)
-    block_place = (np.arange(len(of_block)) - first_block[of_block]) * _POSITIONS
-    of_blocks = np.stack([starts[of_block] + block_place, block_place, counts[of_block]])
-    places = np.zeros(slots, dtype=np.int64)
-    places[:used] = first_block[recording] * _POSITIONS + place
-
-    queries = query_blocks(starts, spans, np.maximum(counts, 1))
-    parts = [of_slots, np.stack([begins, lengths]), places, of_blocks, queries]
-    assert max(int(part.max(initial=0)) for part in parts) < 2**31, "a batch is limited to 37 hours"
-    flat = upload(np.concatenate([part.reshape(-1) for part in parts]).astype(np.int32), device)
-    tables = flat.split([part.size for part in parts])
-    return Tables(*(table.view(part.shape) for table, part in zip(tables, parts, strict=True)))
 
 
 def _take(layer: EncoderLayer, lack: Tensor, dtype: torch.dtype) -> tuple[_Layer, Tensor]:

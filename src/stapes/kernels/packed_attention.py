@@ -45,7 +45,8 @@ def query_blocks(starts: NDArray[np.int64], spans: NDArray[np.int64], keys: NDAr
     """The table of `packed_attention`: (4, blocks).
 
     Of every recording its first row, its rows, and how many of them, from the first on, are keys; one at least.
-    A block's first query, where the recording's queries end, its first key, and how many keys there are.
+    A block's first query, where the recording's queries end, its first key, and how many keys there are. Blocks of
+    zeros answer nothing.
     """
     blocks = -(-spans // QUERIES)
     recording = np.repeat(np.arange(len(starts)), blocks)
@@ -73,7 +74,7 @@ def packed_attention(qkv: Tensor, blocks: Tensor, heads: int) -> Tensor:
 def packed_attention_reference(qkv: Tensor, blocks: Tensor, heads: int) -> Tensor:
     """`packed_attention` in plain PyTorch, recording by recording; rows that are in no block are 0."""
     out = qkv.new_zeros(len(qkv), qkv.shape[1] // 3)
-    for end, first, keys in sorted({tuple(block[1:]) for block in blocks.T.tolist()}):
+    for end, first, keys in sorted({tuple(block[1:]) for block in blocks.T.tolist() if block[3]}):
         query, key, value = qkv[first:end].unflatten(-1, (3, heads, -1)).permute(1, 2, 0, 3)
         attended = F.scaled_dot_product_attention(query[None], key[None, :, :keys], value[None, :, :keys])
         out[first:end] = attended[0].transpose(0, 1).flatten(1)
