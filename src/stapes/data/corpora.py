@@ -82,12 +82,18 @@ def read_corpus(corpus: str, source: Path, options: ReadOptions) -> Iterator[Row
         return CORPORA[corpus](source, options)
     from stapes.data.recipes import read_recipe, recipe_names
 
-    names = recipe_names()
-    if corpus not in names:
-        close = difflib.get_close_matches(corpus, [*CORPORA, *names], n=3)
-        hint = f"did you mean {' or '.join(close)}?" if close else f"say {', '.join(CORPORA)}, or a recipe of lhotse."
-        raise UsageError(f"{corpus!r} is no corpus known here: {hint}")
-    return read_recipe(corpus, source)
+    close = difflib.get_close_matches(corpus, CORPORA, n=1, cutoff=0.8)
+    try:
+        names = recipe_names()
+    except UsageError:
+        if not close:  # a slip of the pen does not need lhotse to be told
+            raise
+        names = []
+    if corpus in names:
+        return read_recipe(corpus, source)
+    close = close or difflib.get_close_matches(corpus, names, n=3)
+    hint = f"did you mean {' or '.join(close)}?" if close else f"say {', '.join(CORPORA)}, or a recipe of lhotse."
+    raise UsageError(f"{corpus!r} is no corpus known here: {hint}")
 
 
 def librispeech(source: Path, options: ReadOptions) -> Iterator[Row | BadRow]:

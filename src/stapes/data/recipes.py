@@ -73,5 +73,5 @@ def _recipes() -> Any:
     try:
         import lhotse.recipes
     except ImportError as error:
-        raise UsageError("corpora by lhotse's recipes need lhotse: pip install 'stapes[train]'") from error
+        raise UsageError(f"lhotse's recipes cannot be used ({error}): pip install 'stapes[train]'") from error
     return lhotse.recipes
