@@ -51,13 +51,15 @@ class Costs:
         """Of ``rows`` utterances of ``samples`` samples and ``tokens`` target tokens each, padding included."""
         network = self._network.train()
         lengths = torch.full((rows,), samples, device="meta")
+        weights = {parameter.untyped_storage()._cdata for parameter in network.parameters()}
         saved: dict[int, tuple[Tensor, float]] = {}
 
         def keep(tensor: Tensor) -> Tensor:
             # Scores of attention, positions × positions, are there without a fused kernel only.
             square = tensor.ndim == 4 and tensor.shape[-1] == tensor.shape[-2]
-            if tensor.is_floating_point() and not square and not isinstance(tensor, nn.Parameter):
-                saved[id(tensor.untyped_storage())] = (tensor, 4.0 * tensor.numel())
+            storage = tensor.untyped_storage()._cdata
+            if tensor.is_floating_point() and not square and storage not in weights:
+                saved[storage] = (tensor, 4.0 * tensor.numel())  # the tensor too, so that nobody else gets its place
             return tensor
 
         counter = FlopCounterMode(display=False, depth=2)
