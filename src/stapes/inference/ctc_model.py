@@ -14,6 +14,7 @@ from torch import Tensor
 
 from stapes.checkpoints.wav2vec2 import Wav2Vec2Checkpoint, set_language
 from stapes.errors import ModelError, UsageError
+from stapes.inference.gpu_lane import upload
 from stapes.models.wav2vec2 import GroupNormConvLayer, Statistics, Wav2Vec2
 from stapes.models.waveform import Moments, normalization, normalize_waveform, window_moments, zero_padding
 from stapes.text.ctc_tokenizer import CTCTokenizer
@@ -225,14 +226,13 @@ class Wav2Vec2CTC:
             if self.checkpoint.normalize:
                 waveform = normalize_waveform(waveform, real)
         else:
-            rows = torch.tensor([(row.shift, row.scale) for row in measured], dtype=waveform.dtype)
-            shift, scale = rows.to(waveform.device, non_blocking=True)[:, :, None].unbind(1)
+            rows = np.array([(row.shift, row.scale) for row in measured], dtype=np.float32)
+            shift, scale = upload(rows, waveform.device)[:, :, None].unbind(1)
             waveform = zero_padding((waveform + shift) * scale, real)
             found = [row.statistics for row in measured if row.statistics is not None]
             if found:
-                statistics = Statistics(
-                    *(torch.cat(parts).to(waveform.device, non_blocking=True) for parts in zip(*found, strict=True))
-                )
+                mean, variance = (torch.cat(parts).numpy() for parts in zip(*found, strict=True))
+                statistics = Statistics(upload(mean, waveform.device), upload(variance, waveform.device))
         return self._run(waveform, lengths, statistics)
 
 

@@ -55,6 +55,7 @@ def open_ctc(
         network = load_spectrogram_model(checkpoint, dtype, device.torch)
         model = SpectrogramCTC(checkpoint, network)
         shapes = "fixed" if on_gpu else "tight"
-    engine = TorchCTCEngine(model, slots, batch_seconds=batch_seconds(device.torch, dtype), shapes=shapes)
+    seconds = batch_seconds(device.torch, dtype)
+    engine = TorchCTCEngine(model, slots, batch_seconds=seconds, shapes=shapes, dtype=dtype)
     parameters = sum(parameter.numel() for parameter in network.parameters())
     return CTCFamily(name, model, engine, checkpoint.config, parameters)

@@ -96,16 +96,22 @@ class TorchCTCEngine:
     """An `Engine` around a `CTCModel`.
 
     slots: windows that are encoded in one call. batch_seconds: sound in a batch, with what is computed of padding.
-    shapes: None is fixed on a GPU, and tight on the CPU.
+    shapes: None is fixed on a GPU, and tight on the CPU. dtype: that the model runs in, for reports.
     """
 
     steps_per_look: ClassVar[int] = 1
 
     def __init__(
-        self, model: CTCModel, slots: int, *, batch_seconds: float = 30.0, shapes: Shapes | None = None
+        self,
+        model: CTCModel,
+        slots: int,
+        *,
+        batch_seconds: float = 30.0,
+        shapes: Shapes | None = None,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         on_gpu = model.device.type != "cpu"
-        self.model, self.slots = model, slots
+        self.model, self.slots, self.dtype = model, slots, dtype
         self.enqueues = on_gpu
         self._batch_samples = round(batch_seconds * SAMPLE_RATE)
         self._shapes = shapes or ("fixed" if on_gpu else "tight")
