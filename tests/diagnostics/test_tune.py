@@ -125,10 +125,10 @@ def test_on_nvidia_and_on_the_cpu_it_says_what_applies(
     assert main(["tune", "base", "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert "one solution for each product" in result["notes"][0]
-    assert result["times_as_fast"] == 1.0
-    assert not any(name.startswith("MIOPEN") for name in worker.phases[1][2])
-    assert main(["tune", "base"]) == 0
+    assert not worker.phases
+    assert main(["tune", "base", "--keep"]) == 0
     assert "1.000 × as fast" in capsys.readouterr().out
+    assert not any(name.startswith("MIOPEN") for name in worker.phases[1][2])
 
 
 @pytest.mark.usefixtures("on_rocm")

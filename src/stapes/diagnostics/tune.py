@@ -38,8 +38,8 @@ _ON_CPU = (
     "for it when a model is loaded"
 )
 _ON_NVIDIA = (
-    "on NVIDIA, TunableOp knows one solution for each product, the default that cuBLAS chooses: expect no gain; "
-    "convolutions are cuDNN's, which has no database to keep"
+    "on NVIDIA, TunableOp knows one solution for each product, the default that cuBLAS chooses, and convolutions are "
+    "cuDNN's, which has no database to keep: there is no gain to expect (--keep goes through it all the same)"
 )
 
 
@@ -84,7 +84,7 @@ class TuneResult:
 def tune(
     settings: TuneSettings, worker: Worker | None = None, log: Callable[[str], None] = lambda line: None
 ) -> TuneResult:
-    """Tune a model on a GPU; on the CPU say that there is nothing to tune.
+    """Tune a model on a GPU; on the CPU, and on NVIDIA unless ``keep``, say that there is nothing to tune.
 
     Raises DeviceError and ModelError where device or model are not here, UsageError for settings of TunableOp in the
     environment, which would steer every phase, and StapesError where a phase fails.
@@ -99,6 +99,8 @@ def tune(
         return result
     if device.backend == "cuda":
         result.notes.append(_ON_NVIDIA)
+        if not settings.keep:
+            return result
     mine = sorted(name for name in os.environ if name.startswith("PYTORCH_TUNABLEOP_"))
     if mine:
         raise UsageError(f"{mine[0]} is set: unset it, `stapes tune` steers TunableOp by itself")

@@ -1,8 +1,8 @@
 """Complex spectrum → power → mel → log → Whisper's normalisation, in one pass over the spectrum.
 
-A filter of the mel scale covers a short run of frequencies, so the kernel works on blocks of filters and reads for each
-only the frequencies that they cover: the spectrum is read once (blocks share at most two frequencies), and of the
-products with the filters' zeros most are never computed.
+The product with the filters is a small part of the work; what counts is how few instructions a frequency and a result
+cost. So the filters are rounded to halves beforehand, all of them have their sums side by side while the frequencies
+are walked through once, nothing is masked that can be clamped, and the logarithm is a polynomial.
 
 The normalisation needs the loudest bin of a whole window before any value of it is final. The first pass writes values
 that are final but for the floor, 8 below the loudest in log10, and the least and greatest of each tile; the second pass
@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from stapes.kernels.jit import is_interpreted, kernel
-from stapes.kernels.split_dot import split_dot
 from stapes.kernels.targets import CompileCase, Target, target_of
 
 if TYPE_CHECKING:
@@ -36,36 +35,31 @@ def log_mel_reference(spectrum: Tensor, filters: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Tile:
-    """Frames, filters and frequencies of a block, and how the product with the filters is computed."""
+    """Frames and frequencies that are worked on at once, and how the product with the filters is computed."""
 
     frames: int
-    filters: int
     frequencies: int
     warps: int
     way: str
-    """As `split_dot`'s: ``fp32``, ``tf32x3`` or ``bf16x3``."""
+    """``fp32``: as it is. ``bf16x3``: three products of bf16 halves, 2^-16 relative."""
     stages: int = 2
 
 
 # fp32 is exact where matrix instructions take it (CDNA) and on plain cores (RDNA 2); elsewhere three products of parts.
 TILES: Mapping[str, Tile] = {
-    "cdna": Tile(64, 32, 32, 4, "fp32"),
-    "rdna2": Tile(32, 16, 16, 4, "fp32"),
-    "rdna3": Tile(32, 32, 16, 4, "bf16x3"),
-    "rdna4": Tile(32, 32, 16, 4, "bf16x3"),
-    "cuda": Tile(64, 32, 16, 4, "bf16x3", 4),
+    "cdna": Tile(64, 32, 4, "fp32"),
+    "rdna2": Tile(32, 16, 4, "fp32"),
+    "rdna3": Tile(32, 16, 4, "bf16x3"),
+    "rdna4": Tile(32, 16, 4, "bf16x3"),
+    "cuda": Tile(64, 16, 4, "bf16x3", 4),
 }
 CANDIDATES = (
-    Tile(64, 32, 32, 4, "tf32x3", 3),
-    Tile(64, 32, 16, 4, "tf32x3", 4),
-    Tile(64, 32, 16, 4, "bf16x3", 3),
-    Tile(64, 32, 16, 4, "bf16x3", 6),
-    Tile(64, 32, 16, 2, "bf16x3", 4),
-    Tile(64, 16, 16, 4, "bf16x3", 5),
-    Tile(32, 32, 16, 4, "bf16x3", 4),
-    Tile(32, 32, 16, 2, "bf16x3", 5),
-    Tile(128, 32, 16, 4, "bf16x3", 4),
-    Tile(128, 32, 16, 8, "bf16x3", 3),
+    Tile(64, 16, 4, "bf16x3", 3),
+    Tile(64, 16, 4, "bf16x3", 5),
+    Tile(64, 32, 4, "bf16x3", 3),
+    Tile(128, 16, 4, "bf16x3", 3),
+    Tile(128, 16, 8, "bf16x3", 4),
+    Tile(32, 16, 4, "bf16x3", 4),
 )
 """Other tiles, for `stapes bench kernels --sweep` to try on the device that it runs on."""
 
@@ -76,10 +70,10 @@ class Filters:
 
     filters: Tensor
     """(bins, frequencies) float32, for the reference."""
-    padded: Tensor
-    """(frequencies, bins), zeros behind."""
-    ranges: Tensor
-    """(blocks of filters, 2) int32: first and last + 1 of the blocks of frequencies that they cover."""
+    high: Tensor
+    """(frequencies, bins), zeros behind; float32, or rounded to bf16."""
+    low: Tensor
+    """What rounding took off; empty where nothing is rounded."""
     tile: Tile
 
 
@@ -87,16 +81,20 @@ def prepare_filters(filters: Tensor, device: torch.device, tile: Tile | None = N
     """Lay (bins, frequencies) filters out for a device; ``tile`` in place of the one that suits its architecture."""
     tile = tile or tile_for(device)
     bins, frequencies = filters.shape
-    blocks = -(-bins // tile.filters)
-    padded = torch.zeros(-(-frequencies // tile.frequencies) * tile.frequencies, blocks * tile.filters)
+    padded = torch.zeros(-(-frequencies // tile.frequencies) * tile.frequencies, sum(_columns(bins)))
     padded[:frequencies, :bins] = filters.cpu().T
-    ranges = torch.zeros(blocks, 2, dtype=torch.int32)
-    for block, columns in enumerate(padded.split(tile.filters, dim=1)):
-        covered = columns.any(dim=1).nonzero()
-        if len(covered):
-            ranges[block, 0] = covered[0] // tile.frequencies
-            ranges[block, 1] = covered[-1] // tile.frequencies + 1
-    return Filters(filters.to(device), padded.to(device), ranges.to(device), tile)
+    high, low = padded, torch.empty(0)
+    if tile.way == "bf16x3":
+        high = padded.bfloat16()
+        low = (padded - high.float()).bfloat16()
+    return Filters(filters.to(device), high.to(device), low.to(device), tile)
+
+
+def _columns(bins: int) -> tuple[int, int]:
+    """Filters of two accumulators, whose widths must be powers of two of at least 16: 64 and 16 for 80; 128 and 0."""
+    first = max(16, 1 << (bins.bit_length() - 1))
+    rest = bins - first
+    return first, max(16, 1 << (rest - 1).bit_length()) if rest > 0 else 0
 
 
 def tile_for(device: torch.device) -> Tile:
@@ -117,10 +115,11 @@ def launch_log_mel(spectrum: Tensor, filters: Filters) -> Tensor:
     tiles = -(-frames // tile.frames)
     out = torch.empty(windows, bins, frames, device=spectrum.device)
     extremes = torch.empty(2, windows, tiles, device=spectrum.device)
+    first, rest = _columns(bins)
     _log_mel[(tiles, windows)](
         pairs,
-        filters.padded,
-        filters.ranges,
+        filters.high,
+        filters.low,
         out,
         extremes[0],
         extremes[1],
@@ -130,9 +129,9 @@ def launch_log_mel(spectrum: Tensor, filters: Filters) -> Tensor:
         pairs.stride(0),
         pairs.stride(2),
         FRAMES=tile.frames,
-        FILTERS=tile.filters,
+        FIRST=first,
+        REST=rest,
         FREQUENCIES=tile.frequencies,
-        BLOCKS=filters.ranges.shape[0],
         WAY=tile.way,
         WIDEN=is_interpreted(),
         STAGES=tile.stages,
@@ -167,38 +166,79 @@ def launch_floor(out: Tensor, extremes: Tensor, tile_frames: int) -> None:
 
 @kernel
 def _log_mel(
-    spectrum_ptr, filters_ptr, ranges_ptr, out_ptr, least_ptr, greatest_ptr,
+    spectrum_ptr, high_ptr, low_ptr, out_ptr, least_ptr, greatest_ptr,
     frames, frequencies, bins, stride_window, stride_frame,
-    FRAMES: tl.constexpr, FILTERS: tl.constexpr, FREQUENCIES: tl.constexpr, BLOCKS: tl.constexpr,
+    FRAMES: tl.constexpr, FIRST: tl.constexpr, REST: tl.constexpr, FREQUENCIES: tl.constexpr,
     WAY: tl.constexpr, WIDEN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One tile of frames of one window: all filters, final but for the floor."""
     tile, window = tl.program_id(0), tl.program_id(1)
     t = tile * FRAMES + tl.arange(0, FRAMES)
-    is_frame = t < frames
-    column = tl.arange(0, FILTERS)
-    rows_ptr = spectrum_ptr + window.to(tl.int64) * stride_window + t[:, None] * stride_frame
+    # Behind the last frame and the last frequency others are read again: those filters are zero, those frames not kept.
+    frame_ptr = spectrum_ptr + window.to(tl.int64) * stride_window + tl.minimum(t, frames - 1)[:, None] * stride_frame
+    first = tl.arange(0, FIRST)
+    mel = tl.zeros((FRAMES, FIRST), tl.float32)
+    rest = FIRST + tl.arange(0, REST if REST > 0 else 16)
+    more = tl.zeros((FRAMES, REST if REST > 0 else 16), tl.float32)
+    for part in tl.range(0, tl.cdiv(frequencies, FREQUENCIES), num_stages=STAGES):
+        f = part * FREQUENCIES + tl.arange(0, FREQUENCIES)
+        pair = tl.load(frame_ptr + tl.minimum(f, frequencies - 1)[None, :])
+        real = pair.to(tl.int32).to(tl.float32, bitcast=True)
+        imaginary = (pair >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+        power = real * real + imaginary * imaginary
+        row = f[:, None] * (FIRST + REST)
+        mel = _add_product(power, high_ptr + row + first[None, :], low_ptr + row + first[None, :], mel, WAY, WIDEN)
+        if REST > 0:
+            more = _add_product(power, high_ptr + row + rest[None, :], low_ptr + row + rest[None, :], more, WAY, WIDEN)
     out_rows = out_ptr + window.to(tl.int64) * bins * frames + t[:, None]
-    least, greatest = float("inf"), float("-inf")
-    for block in tl.static_range(BLOCKS):  # pyright: ignore[reportGeneralTypeIssues]
-        m = block * FILTERS + column
-        first, last = tl.load(ranges_ptr + 2 * block), tl.load(ranges_ptr + 2 * block + 1)
-        mel = tl.zeros((FRAMES, FILTERS), tl.float32)
-        for part in tl.range(first, last, num_stages=STAGES):
-            f = part * FREQUENCIES + tl.arange(0, FREQUENCIES)
-            pair = tl.load(rows_ptr + f[None, :], mask=is_frame[:, None] & (f < frequencies)[None, :], other=0)
-            real = pair.to(tl.int32).to(tl.float32, bitcast=True)
-            imaginary = (pair >> 32).to(tl.int32).to(tl.float32, bitcast=True)
-            weights = tl.load(filters_ptr + f[:, None] * (BLOCKS * FILTERS) + m[None, :])
-            mel = split_dot(real * real + imaginary * imaginary, weights, mel, WAY, WIDEN)
-        # log10, and (x + 4) / 4
-        value = tl.log2(tl.maximum(mel, 1e-10)) * (0.30102999566398120 / 4) + 1.0
-        is_value = is_frame[:, None] & (m < bins)[None, :]
-        tl.store(out_rows + m[None, :] * frames, value, mask=is_value)
-        least = tl.minimum(least, tl.min(tl.where(is_value, value, float("inf"))))
-        greatest = tl.maximum(greatest, tl.max(tl.where(is_value, value, float("-inf"))))
+    is_frame = (t < frames)[:, None]
+    mel = _normalised(mel)
+    tl.store(out_rows + first[None, :] * frames, mel, mask=is_frame & (first < bins)[None, :])
+    # Of filters that are none, too: nothing is less than theirs, and then the second pass looks once more than it must.
+    least, greatest = tl.min(mel), tl.max(mel)
+    if REST > 0:
+        more = _normalised(more)
+        tl.store(out_rows + rest[None, :] * frames, more, mask=is_frame & (rest < bins)[None, :])
+        least, greatest = tl.minimum(least, tl.min(more)), tl.maximum(greatest, tl.max(more))
     tl.store(least_ptr + window * tl.num_programs(0) + tile, least)
     tl.store(greatest_ptr + window * tl.num_programs(0) + tile, greatest)
+
+
+@kernel
+def _add_product(power, high_ptr, low_ptr, sums, WAY: tl.constexpr, WIDEN: tl.constexpr):
+    """``sums`` + ``power`` @ filters. WIDEN: in the interpreter, whose product of bf16 is one of bit patterns."""
+    high = tl.load(high_ptr)
+    if WAY == "fp32":
+        sums = tl.dot(power, high, sums, input_precision="ieee")
+    else:
+        low = tl.load(low_ptr)
+        power_high = power.to(tl.bfloat16)
+        power_low = (power - power_high.to(tl.float32)).to(tl.bfloat16)
+        if WIDEN:
+            high, low = high.to(tl.float32), low.to(tl.float32)
+            power_high, power_low = power_high.to(tl.float32), power_low.to(tl.float32)
+        sums = tl.dot(power_low, high, sums)
+        sums = tl.dot(power_high, low, sums)
+        sums = tl.dot(power_high, high, sums)
+    return sums
+
+
+@kernel
+def _normalised(mel):
+    """(log10 + 4) / 4 of at least 1e-10.
+
+    The logarithm is a polynomial on √½ … √2, off by 2.4e-6 at most before it is scaled by 0.075: the libraries' is
+    exact to the last bit and takes twice as many instructions, more than all the rest of this kernel.
+    """
+    bits = tl.maximum(mel, 1e-10).to(tl.int32, bitcast=True)
+    exponent = (bits - 0x3F3504F3) >> 23  # of two; the bits of √½ are taken off
+    y = (bits - (exponent << 23)).to(tl.float32, bitcast=True) - 1.0
+    log = y * -0.20557973 + 0.32204625
+    log = log * y - 0.36765245
+    log = log * y + 0.47934067
+    log = log * y - 0.721125
+    log = log * y + 1.4427147
+    return (log * y + exponent.to(tl.float32)) * (0.30102999566398120 / 4) + 1.0
 
 
 @kernel
@@ -224,7 +264,8 @@ def _floor(
 def compile_cases(target: Target) -> list[CompileCase]:
     """Both numbers of bins, and the floor."""
     tile = TILES[target.family]
-    pointers = {"spectrum_ptr": "*i64", "filters_ptr": "*fp32", "ranges_ptr": "*i32", "out_ptr": "*fp32"}
+    filters = "*fp32" if tile.way == "fp32" else "*bf16"
+    pointers = {"spectrum_ptr": "*i64", "high_ptr": filters, "low_ptr": filters, "out_ptr": "*fp32"}
     pointers |= {"least_ptr": "*fp32", "greatest_ptr": "*fp32"}
     numbers = dict.fromkeys(("frames", "frequencies", "bins", "stride_window", "stride_frame"), "i32")
     cases = [
@@ -235,14 +276,14 @@ def compile_cases(target: Target) -> list[CompileCase]:
             {**pointers, **numbers},
             {
                 "FRAMES": tile.frames,
-                "FILTERS": tile.filters,
+                "FIRST": _columns(bins)[0],
+                "REST": _columns(bins)[1],
                 "FREQUENCIES": tile.frequencies,
-                "BLOCKS": -(-bins // tile.filters),
                 "WAY": tile.way,
                 "WIDEN": False,
                 "STAGES": tile.stages,
             },
-            dot={"fp32": "fp32", "bf16x3": "bf16", "tf32x3": "tf32"}[tile.way],
+            dot={"fp32": "fp32", "bf16x3": "bf16"}[tile.way],
             warps=tile.warps,
             aligned=tuple(pointers),
         )
