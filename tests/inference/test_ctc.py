@@ -21,7 +21,7 @@ from stapes.decoding.ctc import CTCToken, greedy
 from stapes.errors import ModelError, UsageError
 from stapes.inference import ctc_recording, ctc_windows
 from stapes.inference.ctc_model import Wav2Vec2CTC, plain
-from stapes.inference.ctc_phrases import PhraseCutter, make_segment
+from stapes.inference.ctc_phrases import PhraseCutter, make_segment, marks_words, units_of
 from stapes.inference.ctc_recording import CTCRecording, CTCSound, CTCTask
 from stapes.inference.ctc_windows import Emissions, cut
 from stapes.inference.gpu_ctc import GpuCtcEncoder
@@ -524,15 +524,14 @@ def test_phrases_are_cut_at_pauses_and_share_all_frames(step: int) -> None:
     tokens = tokens_at(*words)
     frames = tokens[-1].end + 100
     phrases = [phrase for i in range(0, len(tokens), step) for phrase in cutter.add(tokens[i : i + step])]
-    phrases += cutter.finish(frames)
+    phrases += cutter.finish([], frames)
     edges = [(phrase.begin, phrase.end) for phrase in phrases]
     assert [begin for begin, _ in edges] == [0, *(end for _, end in edges[:-1])]
     assert edges[-1][1] == frames
-    segments = [make_segment(phrase.tokens, TOKENIZER, 0.02, 0.0, with_words=True) for phrase in phrases]
-    found = [word for segment in segments if segment for word in segment.words or []]
+    segments = [make_segment(phrase.tokens, phrase.units, " ", 0.02, 0.0, with_words=True) for phrase in phrases]
+    found = [word for segment in segments for word in segment.words or []]
     assert [word.word.strip() for word in found] == [word for word, _ in words]
     for segment, phrase in zip(segments, phrases, strict=True):
-        assert segment is not None
         assert segment.end - segment.start <= 12.0
         assert phrase.begin * 0.02 <= segment.start <= segment.end <= phrase.end * 0.02
         starts, ends = [w.start for w in segment.words or []], [w.end for w in segment.words or []]
@@ -542,8 +541,9 @@ def test_phrases_are_cut_at_pauses_and_share_all_frames(step: int) -> None:
 def test_a_model_without_marks_between_words_gives_a_word_a_token() -> None:
     tokenizer = replace(CTCTokenizer({"<pad>": 0, "你": 1, "好": 2}), delimiter=None)
     tokens = [CTCToken(1, 2, 3, 0.5), CTCToken(2, 6, 8, 0.25)]
-    segment = make_segment(tokens, tokenizer, 0.02, 1.0, with_words=True)
-    assert segment is not None
+    units = units_of(tokens, tokenizer)
+    assert not marks_words(tokenizer)
+    segment = make_segment(tokens, units, "", 0.02, 1.0, with_words=True)
     assert segment.text == "你好"
     assert [(word.word, round(word.start, 2), round(word.end, 2)) for word in segment.words or []] == [
         ("你", 1.04, 1.06),

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
-from stapes.decoding.ctc import CTCToken, token_words
+from stapes.decoding.ctc import CTCToken
 from stapes.inference.segments import compression_ratio
 from stapes.text.ctc_tokenizer import CTCTokenizer
 from stapes.transcript import Segment, Word
@@ -25,7 +24,7 @@ _HELD_SECONDS = 30.0
 _LEAST = 1e-10
 
 
-class _Unit(NamedTuple):
+class Unit(NamedTuple):
     """A word, or a token where the model marks no words: positions in the sequence of tokens."""
 
     text: str
@@ -33,18 +32,13 @@ class _Unit(NamedTuple):
     last: int
 
 
-@dataclass(frozen=True)
-class Phrase:
+class Phrase(NamedTuple):
     """Tokens that belong together, and the frames of their stretch that are theirs, silence around them included."""
 
     tokens: list[CTCToken]
+    units: list[Unit]
     begin: int
     end: int
-
-
-def marks_words(tokenizer: CTCTokenizer) -> bool:
-    """Whether the model says where a word ends."""
-    return bool(tokenizer.delimiter_text) and any(tokenizer.delimiter_text in piece for piece in tokenizer.pieces)
 
 
 class PhraseCutter:
@@ -68,12 +62,13 @@ class PhraseCutter:
         self._tokens += tokens
         return self._cut(None)
 
-    def finish(self, frames: int) -> list[Phrase]:
-        """The stretch has ended and had so many frames: what is left."""
+    def finish(self, tokens: Sequence[CTCToken], frames: int) -> list[Phrase]:
+        """Take the last tokens: the stretch had so many frames. All phrases that are left."""
+        self._tokens += tokens
         return self._cut(frames)
 
     def _cut(self, frames: int | None) -> list[Phrase]:
-        units = _units(self._tokens, self._tokenizer)
+        units = units_of(self._tokens, self._tokenizer)
         if not units:
             return []
         gaps = [self._gap(a, b) for a, b in pairwise(units)]
@@ -89,18 +84,20 @@ class PhraseCutter:
             end = frames or 0
             if following:
                 end = (self._tokens[part[-1].last - 1].end + self._tokens[following[0].first].start) // 2
-            phrases.append(Phrase(self._tokens[part[0].first : part[-1].last], self._begin, end))
+            first = part[0].first
+            moved = [Unit(unit.text, unit.first - first, unit.last - first) for unit in part]
+            phrases.append(Phrase(self._tokens[first : part[-1].last], moved, self._begin, end))
             self._begin = end
         self._tokens = self._tokens[rest[0].first :] if rest else []
         return phrases
 
-    def _gap(self, before: _Unit, after: _Unit) -> int:
+    def _gap(self, before: Unit, after: Unit) -> int:
         return self._tokens[after.first].start - self._tokens[before.last - 1].end
 
-    def _length(self, units: Sequence[_Unit]) -> int:
+    def _length(self, units: Sequence[Unit]) -> int:
         return self._tokens[units[-1].last - 1].end - self._tokens[units[0].first].start
 
-    def _shorten(self, units: list[_Unit]) -> list[list[_Unit]]:
+    def _shorten(self, units: list[Unit]) -> list[list[Unit]]:
         """Cut what is too long at its longest pause, of those in its middle half where there are any."""
         length = self._length(units)
         if length <= self._longest or len(units) < 2:
@@ -113,39 +110,46 @@ class PhraseCutter:
         return [*self._shorten(units[:place]), *self._shorten(units[place:])]
 
 
-def _units(tokens: Sequence[CTCToken], tokenizer: CTCTokenizer) -> list[_Unit]:
+def marks_words(tokenizer: CTCTokenizer) -> bool:
+    """Whether the model says where a word ends."""
+    return bool(tokenizer.delimiter_text) and any(tokenizer.delimiter_text in piece for piece in tokenizer.pieces)
+
+
+def units_of(tokens: Sequence[CTCToken], tokenizer: CTCTokenizer) -> list[Unit]:
+    """The words, or the tokens that say something where no words are marked."""
     ids = [token.id for token in tokens]
     if marks_words(tokenizer):
-        return [_Unit(*word) for word in tokenizer.words(ids)]
-    return [_Unit(text, i, i + 1) for i, id in enumerate(ids) if (text := tokenizer.decode([id]))]
+        return [Unit(*word) for word in tokenizer.words(ids)]
+    return [Unit(text, i, i + 1) for i, id in enumerate(ids) if (text := tokenizer.decode([id]))]
 
 
 def make_segment(
-    tokens: Sequence[CTCToken], tokenizer: CTCTokenizer, frame_seconds: float, offset: float, *, with_words: bool
-) -> Segment | None:
-    """The segment that tokens say, in seconds: frame 0 is at ``offset``. None: they say nothing."""
-    units = _units(tokens, tokenizer)
-    if not units:
-        return None
-    said = [token for unit in units for token in tokens[unit.first : unit.last]]
-    space = " " if marks_words(tokenizer) else ""
+    tokens: Sequence[CTCToken],
+    units: Sequence[Unit],
+    space: str,
+    frame_seconds: float,
+    offset: float,
+    *,
+    with_words: bool,
+) -> Segment:
+    """The segment that tokens say, in seconds: frame 0 is at ``offset``. ``space``: what stands between units."""
     text = space + space.join(unit.text for unit in units)
-    words = None
-    if with_words and space:
-        words = token_words(tokens, tokenizer, frame_seconds, offset)
-    elif with_words:
-        words = [
-            Word(unit.text, offset + token.start * frame_seconds, offset + token.end * frame_seconds, token.probability)
-            for unit, token in zip(units, said, strict=True)
-        ]
+    said = [token.probability for unit in units for token in tokens[unit.first : unit.last]]
     return Segment(
         id=0,
         seek=round(offset * 100),
-        start=offset + said[0].start * frame_seconds,
-        end=offset + said[-1].end * frame_seconds,
+        start=offset + tokens[units[0].first].start * frame_seconds,
+        end=offset + tokens[units[-1].last - 1].end * frame_seconds,
         text=text,
         tokens=[token.id for token in tokens],
-        avg_logprob=sum(math.log(max(token.probability, _LEAST)) for token in said) / len(said),
+        avg_logprob=sum(math.log(max(probability, _LEAST)) for probability in said) / len(said),
         compression_ratio=compression_ratio(text),
-        words=words,
+        words=[_word(unit, tokens, space, frame_seconds, offset) for unit in units] if with_words else None,
     )
+
+
+def _word(unit: Unit, tokens: Sequence[CTCToken], space: str, frame_seconds: float, offset: float) -> Word:
+    said = tokens[unit.first : unit.last]
+    probability = sum(token.probability for token in said) / len(said)
+    start, end = offset + said[0].start * frame_seconds, offset + said[-1].end * frame_seconds
+    return Word(space + unit.text, start, end, probability)

@@ -23,7 +23,7 @@ from stapes.audio.windows import KEPT_GAP, PackedWindow, Piece
 from stapes.decoding.ctc import CTCToken, Joiner
 from stapes.errors import ModelError
 from stapes.inference.ctc_model import CTCModel
-from stapes.inference.ctc_phrases import Phrase, PhraseCutter, make_segment
+from stapes.inference.ctc_phrases import Phrase, PhraseCutter, make_segment, marks_words, units_of
 from stapes.inference.ctc_search import Found, Search
 from stapes.inference.ctc_windows import HELD, Cut, Cutter, cut
 from stapes.inference.engine import DecodeRequest
@@ -102,6 +102,7 @@ class CTCRecording(AudioFeed):
         self.task = task
         self.language = task.language
         self._frame_seconds = task.model.hop / SAMPLE_RATE
+        self._space = " " if marks_words(task.tokenizer) else ""
         self._stretches: list[list[int]] = []  # start, end, clip
         self._meter = task.model.meter()
         self._unmeasured: deque[tuple[int, int, bool]] = deque()  # start, end, goes on from the one before
@@ -214,6 +215,8 @@ class CTCRecording(AudioFeed):
     # The scheduling thread.
 
     def take(self) -> CTCWindow | None:
+        if not self._ready:  # most often, and asked of every recording for every window
+            return None
         with self.lock:
             if self.error is not None or not self._ready:
                 return None
@@ -242,18 +245,23 @@ class CTCRecording(AudioFeed):
         """Put the next window behind those before it."""
         assert self._cuts is not None
         number, window = self._cuts[self._next]
+        is_last = self._next + 1 == len(self._cuts) or self._cuts[self._next + 1][0] != number
         if output.emissions is not None:
             self._emissions.append((window.frame, output.emissions))
-        phrases = self._phrases.add(self._joiner.add(output.tokens, window.last - window.first))
-        if self._next + 1 == len(self._cuts) or self._cuts[self._next + 1][0] != number:
-            phrases += self._phrases.add(self._joiner.finish())
-            phrases += self._phrases.finish(self._joiner.frames)
+        frames = window.last - window.first
+        if not is_last:
+            phrases = self._phrases.add(self._joiner.add(output.tokens, frames))
+        elif window.frame:
+            tokens = self._joiner.add(output.tokens, frames) + self._joiner.finish()
+            phrases = self._phrases.finish(tokens, self._joiner.frames)
+        else:
+            phrases = self._phrases.finish(output.tokens, frames)
         draft.phrases += [(self._stretches[number][0], phrase) for phrase in phrases]
         if self.task.search is not None:
             draft.emissions += [self._slice(phrase) for phrase in phrases]
         while self._emissions and self._emissions[0][0] + len(self._emissions[0][1]) <= self._phrases.position:
             self._emissions.popleft()
-        if self._next + 1 < len(self._cuts) and self._cuts[self._next + 1][0] != number:
+        if is_last:
             self._joiner = Joiner()
             self._phrases = PhraseCutter(self.task.tokenizer, self._frame_seconds)
             self._emissions.clear()
@@ -270,21 +278,23 @@ class CTCRecording(AudioFeed):
 
     def _keep(self, window: CTCWindow, draft: _Draft) -> None:
         for index, (start, phrase) in enumerate(draft.phrases):
-            tokens, alternatives = phrase.tokens, []
+            tokens, units, alternatives = phrase.tokens, phrase.units, []
             if draft.found is not None:
                 found = draft.found[index]
                 tokens = [
                     token._replace(start=token.start + phrase.begin, end=token.end + phrase.begin)
                     for token in found.tokens
                 ]
-                alternatives = found.alternatives
+                units, alternatives = units_of(tokens, self.task.tokenizer), found.alternatives
+            if not units:
+                continue
             segment = make_segment(
                 tokens,
-                self.task.tokenizer,
+                units,
+                self._space,
                 self._frame_seconds,
                 start / SAMPLE_RATE,
                 with_words=self.task.word_timestamps,
             )
-            if segment is not None:
-                segment.alternatives = alternatives or None
-                self.segments.append(segment)
+            segment.alternatives = alternatives or None
+            self.segments.append(segment)

@@ -178,9 +178,9 @@ class TorchCTCEngine:
         rows = list(sounds)
         if self._shapes == "fixed":
             rows += [rows[-1]] * ((1 << (len(rows) - 1).bit_length()) - len(rows))
-        waveform = torch.zeros(len(rows), size, pin_memory=self.enqueues)
-        for row, sound in zip(waveform, rows, strict=True):
-            row[: len(sound.pcm)] = torch.from_numpy(sound.pcm)
+        waveform = torch.empty(len(rows), size, pin_memory=self.enqueues)
+        for row, sound in zip(waveform.numpy(), rows, strict=True):
+            row[: len(sound.pcm)], row[len(sound.pcm) :] = sound.pcm, 0.0
         lengths = torch.tensor([len(sound.pcm) for sound in rows], pin_memory=self.enqueues)
         measured = None if sounds[0].measured is None else [sound.measured for sound in rows]
         logits, _ = model(waveform.to(model.device, non_blocking=True), lengths, measured)
