@@ -25,7 +25,7 @@ from stapes.data.options import PrepareOptions
 from stapes.data.prepare import prepare
 from stapes.data.reading import read_samples
 from stapes.data.vocabulary import build_vocabulary
-from stapes.errors import OutputError
+from stapes.errors import OutputError, UsageError
 
 ONE = PrepareOptions(jobs=1)
 
@@ -208,6 +208,22 @@ def test_a_folder_that_cannot_be_written_is_said(tmp_path):
         prepare("jsonl", source, tmp_path / "out", ONE)
 
 
+def test_two_runs_do_not_write_to_one_folder(tmp_path, monkeypatch):
+    import fcntl
+
+    monkeypatch.setattr(prepare_module.pool, "ALIVE_SECONDS", 0.05)
+    source, out = simple(tmp_path / "in", [1.0]), tmp_path / "out"
+    out.mkdir()
+    folder = os.open(out, os.O_RDONLY)
+    fcntl.flock(folder, fcntl.LOCK_EX)
+    with pytest.raises(UsageError, match="Another"):
+        prepare("jsonl", source, out, ONE)
+    os.close(folder)
+    (out / ".stapes-0123.part").write_text("left by one that was killed")
+    prepare("jsonl", source, out, ONE)
+    assert not list(out.glob(".stapes-*"))
+
+
 def test_a_full_disk_while_converting_ends_it_with_the_reason(tmp_path, monkeypatch):
     source = simple(tmp_path / "in", [1.0])
     monkeypatch.setattr(soundfile.SoundFile, "write", _no_space)
@@ -231,7 +247,7 @@ _SLOW = """
 import sys, time
 from stapes.data import checks, pool, prepare
 from stapes.data.options import PrepareOptions
-prepare._COMMIT_SECONDS, pool._ALIVE_SECONDS = 0.0, 0.1
+prepare._COMMIT_SECONDS, pool.ALIVE_SECONDS = 0.0, 0.1
 measure = checks.measure
 def slow(*arguments):
     time.sleep(0.05)
@@ -271,8 +287,7 @@ def test_after_any_end_it_goes_on_and_leaves_nothing_half_done(tmp_path, how):
     assert report["measured"] <= 60 - done
     assert report["splits"]["train"]["utterances"] == 60
     assert len(list(out.rglob("*.wav"))) == 60
-    if how == signal.SIGINT:
-        assert not list(out.rglob(".*"))
+    assert not list(out.rglob(".*"))
 
 
 def _children(pid: int) -> list[int]:

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import gc
+import gzip
+import json
+import sys
+import tracemalloc
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -178,6 +184,43 @@ def test_where_nothing_can_be_read_it_ends_with_the_reason(tmp_path):
             pass
 
 
+def test_little_shared_memory_means_fewer_processes(manifest, monkeypatch):
+    there = data(manifest, workers=4)
+    batch = max(bucket.rows * bucket.samples * 4 for bucket in there.sampler.buckets)
+    for free, expected in ((1e12, (4, 2)), (10.5 * batch, (4, 1)), (5.5 * batch, (2, 1)), (0.0, (0, 1))):
+        monkeypatch.setattr("shutil.disk_usage", lambda path, free=free: SimpleNamespace(free=free))
+        if expected == (4, 2):
+            assert there._ahead() == expected
+        else:
+            with pytest.warns(RuntimeWarning, match="--shm-size"):
+                assert there._ahead() == expected
+    with pytest.warns(RuntimeWarning):
+        assert len(list(there)) == there.steps()
+
+
+def test_memory_does_not_grow(tmp_path):
+    """A manifest of 10,000 takes some 60 bytes each, and batches take none."""
+    line = Path(cuts(tmp_path / "one.jsonl.gz", [0.3])).read_bytes()
+    cut = gzip.decompress(line).decode()
+    with gzip.open(tmp_path / "many.jsonl.gz", "wt", compresslevel=1) as file:
+        for number in range(10_000):
+            file.write(cut.replace('"id": "0.wav"', f'"id": "{number}"', 1))
+    tracemalloc.start()
+    there = data(tmp_path / "many.jsonl.gz", budget_seconds=1.0)
+    gc.collect()
+    held = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    assert held < 10_000 * 100
+    blocks = []
+    for _ in range(3):
+        batches = iter(there)  # an epoch has some 3,300
+        for _ in range(800):
+            next(batches)
+        gc.collect()
+        blocks.append(sys.getallocatedblocks())
+    assert blocks[2] - blocks[1] < 300
+
+
 def test_rows_of_a_batch_and_trial_batches(manifest):
     there = data(manifest)
     batch = next(iter(there))
@@ -191,9 +234,6 @@ def test_rows_of_a_batch_and_trial_batches(manifest):
 
 
 def test_a_manifest_reads_parts_channels_and_relative_paths(tmp_path):
-    import gzip
-    import json
-
     recording = {
         "id": "r",
         "sources": [{"type": "file", "channels": [0, 1], "source": "r.wav"}],

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Sequence
+from glob import glob
 from pathlib import Path
 
 import av
@@ -18,10 +19,10 @@ import numpy as np
 import soxr
 
 from stapes.audio.decode import SAMPLE_RATE, open_audio, read_audio
+from stapes.data.corpora import AUDIO_SUFFIXES
 from stapes.data.options import AugmentOptions
 from stapes.errors import AudioError, UsageError
 
-_AUDIO_SUFFIXES = frozenset({".wav", ".flac", ".ogg", ".opus", ".mp3", ".m4a", ".aac", ".wv", ".aiff", ".sph"})
 _QUIET = 1e-10  # mean square below which there is nothing to scale: −100 dBFS
 _CACHE_BYTES = 128 << 20  # of decoded noise that a process keeps; longer files are read in parts, each time
 _LONG_SECONDS = 600.0
@@ -129,7 +130,7 @@ def add_noise(samples: np.ndarray, noise: np.ndarray, snr_db: float) -> np.ndarr
 
 
 class AudioFiles:
-    """Noises or room responses: files, and all audio in folders, in the order of their names.
+    """Noises or room responses: files, patterns such as ``rooms/*.flac``, and all audio in folders, by their names.
 
     What was read is kept up to 128 MiB a process. Raises UsageError where there is none, AudioError (when it is asked
     for) for one that cannot be read.
@@ -138,13 +139,15 @@ class AudioFiles:
     def __init__(self, places: Sequence[str | Path]) -> None:
         self.paths: list[Path] = []
         for place in map(Path, places):
-            if not place.exists():
-                raise UsageError(f"{place} is not there: name a file or a folder of noises or room responses")
-            inside = place.rglob("*") if place.is_dir() else [place]
-            self.paths += sorted(path for path in inside if path.suffix.lower() in _AUDIO_SUFFIXES or path == place)
-        self.paths = [path for path in self.paths if path.is_file()]
-        if not self.paths:
-            raise UsageError(f"{', '.join(map(str, places))}: no audio files; name a folder of wav or flac files")
+            if place.is_dir():
+                found = sorted(path for path in place.rglob("*") if path.suffix.lower() in AUDIO_SUFFIXES)
+            elif place.exists():
+                found = [place]
+            else:
+                found = sorted(map(Path, glob(str(place), recursive=True)))  # noqa: PTH207  # it may be absolute
+            if not found:
+                raise UsageError(f"{place}: no audio there; name files, a pattern or a folder of wav or flac files")
+            self.paths += found
         self._cache: OrderedDict[Path, np.ndarray] = OrderedDict()
         self._bytes = 0
         self._seconds: dict[Path, float | None] = {}

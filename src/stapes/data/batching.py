@@ -12,7 +12,9 @@ shape up, repeats another row with weight 0: multiply losses by ``weights``, and
 
 from __future__ import annotations
 
+import shutil
 import signal
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -46,6 +48,8 @@ IGNORED = -100
 """Fills ``Batch.targets`` up: what ``torch.nn.functional.cross_entropy`` ignores by default."""
 
 _TARGET_MULTIPLE = 16  # targets are padded to multiples of it: few shapes
+_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  # where processes hand batches over
+_SHARED_FRACTION = 0.8
 _MAX_NAMED = 1000  # skipped utterances that are remembered by name
 _HOPELESS = 3  # batches in a row without one readable utterance
 
@@ -245,19 +249,41 @@ class TrainingData:
             self.sampler.load_state_dict(self._state)
 
     def _loader(self) -> DataLoader[Batch]:
+        workers, prefetch = self._ahead()
         return DataLoader(
             self._reader,
             sampler=self.sampler,  # pyright: ignore[reportArgumentType]  # any iterable will do
             batch_size=None,
-            num_workers=self._workers,
-            prefetch_factor=self._prefetch if self._workers else None,
+            num_workers=workers,
+            prefetch_factor=prefetch if workers else None,
             pin_memory=self._pin,
             collate_fn=_same,  # pyright: ignore[reportArgumentType]  # without a batch size it gets one item
             worker_init_fn=_start_worker,
             # Forked: the manifest is shared, and nobody's script is run a second time.
-            multiprocessing_context="fork" if self._workers else None,
+            multiprocessing_context="fork" if workers else None,
             generator=torch.Generator(),  # the loader draws a number; the model's chance must not notice
         )
+
+    def _ahead(self) -> tuple[int, int]:
+        """(Processes, batches that each reads ahead): fewer where the memory that they share holds no more.
+
+        Containers have 64 MiB of it by default, two batches or so; past its end a process dies by SIGBUS.
+        """
+        if not self._workers or not _SHARED_MEMORY.is_dir():
+            return self._workers, self._prefetch
+        largest = max(bucket.rows * bucket.samples * 4 for bucket in self.sampler.buckets)
+        room = int(_SHARED_FRACTION * shutil.disk_usage(_SHARED_MEMORY).free / largest)
+        # Each process has one batch more in work than it has read ahead.
+        prefetch = max(1, min(self._prefetch, room // self._workers - 1))
+        workers = min(self._workers, room // (prefetch + 1))
+        if (workers, prefetch) != (self._workers, self._prefetch):
+            warnings.warn(
+                f"{_SHARED_MEMORY} has room for {room} batches: {workers} instead of {self._workers} processes read "
+                f"ahead, {prefetch} batches each; give a container more (--shm-size)",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        return workers, prefetch
 
     def _next(self, batches: Iterator[Batch]) -> Batch:
         try:

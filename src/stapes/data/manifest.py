@@ -106,10 +106,11 @@ def _utterance(line: str, path: Path, number: int) -> Utterance:
         if source["type"] != "file":
             raise ValueError
         said = sorted(cut.get("supervisions") or [], key=lambda each: each.get("start", 0.0))
-        audio = Path(source["source"])
-        # lhotse means relative paths from where the program runs; manifests that travel, from their own folder.
-        if not audio.is_absolute() and (path.parent / audio).exists():
-            audio = path.parent / audio
+        audio = source["source"]
+        # lhotse means relative paths from where the program runs; manifests that travel, from their own folder. No
+        # Path for each: it interns the parts of names, a table that millions of them let grow.
+        if not audio.startswith("/") and (path.parent / audio).exists():
+            audio = str(path.parent / audio)
         start, duration = float(cut["start"]), float(cut["duration"])
         speakers = {each.get("speaker") for each in said}
         languages = {each.get("language") for each in said}
@@ -117,7 +118,7 @@ def _utterance(line: str, path: Path, number: int) -> Utterance:
         mixed = len(channels) == 1 or (cut.get("custom") or {}).get("channels") == "mix"
         return Utterance(
             id=str(cut["id"]),
-            audio=str(audio),
+            audio=audio,
             start=start,
             duration=duration,
             text=" ".join(each.get("text") or "" for each in said).strip(),

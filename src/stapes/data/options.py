@@ -77,13 +77,13 @@ class AugmentOptions:
     """Range of the shift."""
 
     rooms: tuple[str, ...] = ()
-    """Room impulse responses: files or folders."""
+    """Room impulse responses: files, patterns or folders."""
 
     room_probability: float = 0.3
     """How often a recording is put into a room."""
 
     noises: tuple[str, ...] = ()
-    """Background noises: files or folders."""
+    """Background noises: files, patterns or folders."""
 
     noise_probability: float = 0.5
     """How often noise is added."""

@@ -15,7 +15,7 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 _AHEAD = 64  # items that may be done or in work beyond the one that is waited for, for each process
-_ALIVE_SECONDS = 5.0  # how often an idle process looks whether its parent still lives
+ALIVE_SECONDS = 1.0  # how often an idle process looks whether its parent still lives
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +107,7 @@ def _serve(function: Callable[[Any], Any], pipe: Any) -> None:
     try:
         while True:
             # Siblings hold copies of the parent's end, so that its death does not close the pipe.
-            while not pipe.poll(_ALIVE_SECONDS):
+            while not pipe.poll(ALIVE_SECONDS):
                 if os.getppid() != parent:
                     return
             pipe.send(function(pipe.recv()))

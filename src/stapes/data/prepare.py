@@ -7,6 +7,7 @@ decided anew, so that other options take effect. Manifests and reports appear wh
 
 from __future__ import annotations
 
+import fcntl
 import gzip
 import json
 import os
@@ -15,14 +16,14 @@ import sqlite3
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from stapes.audio.decode import SAMPLE_RATE
-from stapes.data import checks
+from stapes.data import checks, pool
 from stapes.data.checks import AudioFacts, Limits
 from stapes.data.corpora import CORPORA, BadRow, ReadOptions, Row, read_corpus
 from stapes.data.options import PrepareOptions
@@ -85,7 +86,7 @@ def prepare(
             progress.add_total(_expected(row))
     run = _Run()
     jobs = options.jobs or len(os.sched_getaffinity(0))
-    with _Journal(out / "measured.sqlite") as journal, _Manifests(out) as manifests:
+    with _alone(out), _Journal(out / "measured.sqlite") as journal, _Manifests(out) as manifests:
         wanted = _wanted(rows or read_corpus(corpus, source, read), rule, run)
         work = partial(_measure, journal=journal.path, convert=options.convert, out=out)
         with closing(ordered_map(work, wanted, jobs)) as results:
@@ -112,6 +113,38 @@ def prepare(
         with whole_file(out / name) as file:
             file.write(text.encode("utf-8"))
     return report
+
+
+@contextmanager
+def _alone(out: Path) -> Iterator[None]:
+    """Keep others from writing to ``out`` until the block ends, and take away what one left that was killed."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        folder = os.open(out, os.O_RDONLY)
+    except OSError as error:
+        raise OutputError(f"{out} cannot be written ({error.strerror}): choose another folder") from error
+    try:
+        _lock(folder, out)
+        for left in out.glob(".stapes-*.part"):
+            left.unlink(missing_ok=True)
+        yield
+    finally:
+        os.close(folder)
+
+
+def _lock(folder: int, out: Path) -> None:
+    deadline = time.monotonic() + 3 * pool.ALIVE_SECONDS  # processes of a run that was killed hold on a little longer
+    while True:
+        try:
+            return fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise UsageError(
+                    f"Another `stapes prepare` is writing to {out}: wait for it, or name another folder"
+                ) from None
+            time.sleep(0.1)
+        except OSError:
+            return None  # some network file systems know no locks
 
 
 def _remove_stale(out: Path, report: Mapping[str, Any]) -> None:

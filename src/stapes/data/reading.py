@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 
 from stapes.audio.decode import SAMPLE_RATE, read_audio
 from stapes.errors import AudioError
 
-_DIRECT = frozenset({".wav", ".flac", ".sph"})  # seekable to the sample, and the same from either library
+_DIRECT = (".wav", ".flac", ".sph")  # seekable to the sample, and the same from either library
 _SHORT = 0.9  # of what is promised: a file with less is truncated
 
 
@@ -18,7 +16,7 @@ def read_samples(audio: str, start: float = 0.0, end: float | None = None, chann
 
     channel: from 0; None is the mean of all. Raises AudioError where it cannot be read.
     """
-    if Path(audio).suffix.lower() in _DIRECT and (samples := _read_direct(audio, start, end, channel)) is not None:
+    if audio.lower().endswith(_DIRECT) and (samples := _read_direct(audio, start, end, channel)) is not None:
         return samples
     channels = "mix" if channel is None else str(channel + 1)
     return read_audio(audio, start=start, end=end, channels=channels)[0]
