@@ -134,13 +134,16 @@ def test_a_state_in_the_middle_of_a_step_is_that_of_its_beginning():
 def test_epochs_and_seeds_have_orders_of_their_own_and_nothing_else_changes_them():
     lengths = np.random.default_rng(3).uniform(1, 15, 200)
 
-    def epochs(seed: int) -> list[list[int]]:
+    def epochs(seed: int) -> list[list[list[int]]]:
         sampler = BucketSampler(lengths, 60, seed=seed)
-        return [real([next(sampler) for _ in range(sampler.steps(epoch))]) for epoch in range(2)]
+        return [[sorted(real([next(sampler)])) for _ in range(sampler.steps(epoch))] for epoch in range(2)]
 
     assert epochs(0) == epochs(0)
     orders = [*epochs(0), *epochs(1)]
-    assert all(a != b for n, a in enumerate(orders) for b in orders[:n])
+    for number, order in enumerate(orders):
+        assert order != sorted(order)
+        for other in orders[:number]:  # not the same batches in another order either
+            assert sorted(order) != sorted(other)
 
 
 def test_an_utterance_is_played_at_a_speed_of_its_own_in_each_epoch():

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from stapes.data.masking import SpecAugment, span_mask, uniforms
+from stapes.data.seeds import _splitmix_array
 
 
 def keys_of(count: int, seed: int = 0) -> torch.Tensor:
@@ -24,6 +25,11 @@ def test_uniform_numbers_are_uniform_and_independent():
     assert columns.abs().max() < 6 / 400**0.5
     assert not torch.equal(values, uniforms(keys_of(400), 2, 50))
     assert torch.equal(values[7:8], uniforms(keys_of(400)[7:8], 1, 50))
+    # They are SplitMix64's, as on the CPU without torch, on any device.
+    keys = keys_of(50, seed=1)
+    numbers = _splitmix_array(np.arange(3, dtype=np.uint64) + np.uint64(5 << 32))
+    expected = _splitmix_array(keys.numpy().view(np.uint64)[:, None] + numbers[None])
+    np.testing.assert_array_equal(uniforms(keys, 5, 3).numpy(), (expected & np.uint64(0xFFFFFF)) / (1 << 24))
     # The hash of consecutive keys too.
     values = uniforms(torch.arange(20_000), 1, 1)[:, 0]
     assert ((torch.histc(values, 20, 0, 1) - 1000).abs() < 5 * 1000**0.5).all()
@@ -53,6 +59,21 @@ def test_specaugment_masks_within_limits_and_only_real_frames():
     assert bands.mean() == pytest.approx(1 - (1 - 10 / 80) ** 2, abs=0.03)
     assert times.mean() == pytest.approx(1 - (1 - 10 / 200) ** 4, abs=0.03)
     assert times[:, :100].mean() == pytest.approx(float(times[:, 100:].mean()), abs=0.06)
+
+
+def test_masks_are_no_wider_than_asked_and_reach_both_ends():
+    augment = SpecAugment(
+        frequency_masks=1, frequency_width=3, time_masks=1, time_width=2, time_fraction=1.0, value=9.0
+    )
+    masked = augment(torch.ones(4000, 6, 8), torch.full((4000,), 6), keys_of(4000)) == 9.0
+    times, bands = masked.all(2), masked.all(1)
+    assert times.sum(1).max() == 2
+    assert bands.sum(1).max() == 3
+    for found in (times.float().mean(0), bands.float().mean(0)):
+        torch.testing.assert_close(found, found.flip(0), rtol=0, atol=0.04)
+        assert found[0] > 0.05
+    # A width of 0, 1 or 2 is as likely as another.
+    assert torch.bincount(times.sum(1)).tolist() == [pytest.approx(4000 / 3, rel=0.1)] * 3
 
 
 @pytest.mark.parametrize("value", [0.0, None])

@@ -9,6 +9,7 @@ import sqlite3
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +20,8 @@ from made_corpora import RATE, simple, tone, write
 from conftest import DATA
 from stapes.cli.main import main
 from stapes.data import prepare as prepare_module
-from stapes.data.checks import REASONS, UNREADABLE
+from stapes.data.checks import REASONS, UNREADABLE, fingerprint
+from stapes.data.corpora import Row
 from stapes.data.manifest import Manifest
 from stapes.data.options import PrepareOptions
 from stapes.data.prepare import prepare
@@ -170,6 +172,25 @@ def test_a_rerun_measures_only_what_is_new(tmp_path):
     assert report["measured"] == 0
     assert sorted(path.name for path in out.glob("*.gz")) == ["dev.jsonl.gz"]
     assert report["splits"]["dev"]["utterances"] == 2
+
+
+def test_a_fingerprint_is_of_the_beginning_the_end_and_the_size(tmp_path):
+    path = tmp_path / "a.wav"
+    row = Row(id="a", audio=str(path), text="")
+    content = bytearray(3 << 20)
+
+    def found(**changes) -> str:
+        path.write_bytes(content)
+        return fingerprint(replace(row, **changes), None)
+
+    seen = {found()}
+    for place in (0, (1 << 20) - 1, len(content) - 1):
+        content[place] ^= 1
+        seen.add(found())
+    content.append(0)
+    seen |= {found(), found(start=1.0), found(end=2.0), found(channel=1), fingerprint(row, "wav")}
+    assert len(seen) == 9
+    assert found(text="other", speaker="s", split="dev") in seen  # they change nothing in the audio
 
 
 def test_converted_files_that_were_lost_are_made_again(tmp_path):

@@ -80,6 +80,16 @@ def test_a_loop_is_an_epoch_and_leaving_it_loses_nothing(manifest):
     assert all(map(same, list(broken), expected[1]))
 
 
+def test_closing_loses_nothing_that_was_read_ahead(manifest):
+    straight, closed = data(manifest), data(manifest, workers=2)
+    expected, found = list(straight), []
+    while closed.epoch < 1:
+        found.append(next(iter(closed)))
+        closed.close()
+    assert len(found) == len(expected)
+    assert all(map(same, found, expected))
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_going_on_in_the_middle_is_bit_for_bit_the_same(manifest, workers):
     augment = WaveformAugment(AugmentOptions(speeds=(0.9, 1.1), gain_probability=1.0))
@@ -100,10 +110,13 @@ def test_going_on_in_the_middle_is_bit_for_bit_the_same(manifest, workers):
     assert all(map(same, found, expected))
 
 
-def test_an_utterance_sounds_the_same_whoever_reads_it(manifest):
-    """On two ranks, in another order, in another batch: the same change in the same epoch."""
+def test_an_utterance_sounds_the_same_whoever_reads_it(manifest, tmp_path):
+    """On two ranks, in another order, from a manifest in another order: the same change in the same epoch."""
+    lines = gzip.decompress(manifest.read_bytes()).splitlines(keepends=True)
+    turned = tmp_path / "turned.jsonl"
+    turned.write_bytes(b"".join(reversed(lines)))
 
-    def sounds(world: int, **options) -> dict[str, tuple[np.ndarray, int]]:
+    def sounds(world: int, manifest: Path = manifest, **options) -> dict[str, tuple[np.ndarray, int]]:
         augment = WaveformAugment(AugmentOptions(speeds=(1.0,), gain_probability=1.0, pitch_probability=0.3))
         out = {}
         for rank in range(world):
@@ -114,9 +127,10 @@ def test_an_utterance_sounds_the_same_whoever_reads_it(manifest):
         return out
 
     one, two, unshuffled, other = sounds(1), sounds(2), sounds(1, shuffle=False), sounds(1, seed=2)
-    assert one.keys() == two.keys() == unshuffled.keys()
+    upside_down = sounds(1, turned)
+    assert one.keys() == two.keys() == unshuffled.keys() == upside_down.keys()
     for id, (samples, key) in one.items():
-        for samples_there, key_there in (two[id], unshuffled[id]):
+        for samples_there, key_there in (two[id], unshuffled[id], upside_down[id]):
             np.testing.assert_array_equal(samples, samples_there)
             assert key == key_there
         assert key != other[id][1]
