@@ -54,6 +54,17 @@ def test_n_best_is_in_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert segment["text"].strip() == segment["alternatives"][0]["text"]
 
 
+def test_a_language_model_that_was_built_is_listened_to(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "texts.txt").write_text("bad cab\na cab fed a dad\nhe jade\n" * 20)
+    for units in ("words", "tokens"):
+        build = ["lm", "build", "texts.txt", "-o", f"{units}.arpa", "--model", "models/small-ctc", "--units", units]
+        assert main(build) == 0
+        capsys.readouterr()
+        assert main(["transcribe", "0.wav", *MODEL, "--lm", f"{units}.arpa", "--lm-weight", "2", "--json"]) == 0
+        (transcript,) = json.loads(capsys.readouterr().out)["transcripts"]
+        assert transcript["text"]
+
+
 def test_models_lists_it(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["models", "--model-dir", "models"]) == 0
     (line,) = [line for line in capsys.readouterr().out.splitlines() if "small-ctc" in line]
