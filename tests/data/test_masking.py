@@ -118,6 +118,18 @@ def test_spans_are_counted_as_in_hugging_face(probability, length, minimum):
     assert float(thirds[:40].mean()) == pytest.approx(float(thirds[-40:].mean()), abs=0.06)
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_gpu_masks_the_same():
+    keys, lengths = keys_of(32), torch.arange(10, 330, 10)
+    spans = {"probability": 0.65, "length": 10, "minimum": 2}
+    here, there = (span_mask(lengths.to(d), 320, keys.to(d), **spans) for d in ("cpu", "cuda"))
+    assert torch.equal(here, there.cpu())
+    features = torch.ones(32, 320, 80)
+    augment = SpecAugment(value=9.0)
+    there = augment(features.cuda(), lengths.cuda(), keys.cuda())
+    assert torch.equal(augment(features, lengths, keys), there.cpu())
+
+
 def test_spans_are_the_same_at_any_padding_and_stay_within_the_row():
     lengths, keys = torch.tensor([149, 80, 33, 9, 0]), keys_of(5)
     mask = span_mask(lengths, 200, keys, probability=0.5, length=10)

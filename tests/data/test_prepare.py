@@ -216,6 +216,22 @@ def test_duplicates_can_be_kept_and_equal_ids_are_told_apart(tmp_path):
     assert rejected(report) == {"a.wav#2": "duplicate", "a.wav#3": "duplicate"}
 
 
+def test_of_audio_in_two_splits_the_copy_to_test_with_is_kept(tmp_path):
+    write(tmp_path / "a.wav", 1.0, 300)
+    write(tmp_path / "b.wav", 1.0, 300)
+    source = rows(
+        tmp_path,
+        {"audio": "a.wav", "text": "a", "split": "train-clean"},
+        {"audio": "b.wav", "text": "b", "split": "test"},
+        {"audio": "a.wav", "text": "no split fits", "id": "c", "split": "dev"},
+    )
+    report = prepare("jsonl", source, tmp_path / "out", PrepareOptions(jobs=1))
+    assert rejected(report) == {"a.wav": "duplicate", "c": "duplicate"}
+    assert list(report["splits"]) == ["test"]
+    report = prepare("jsonl", source, tmp_path / "out", PrepareOptions(jobs=1, split="test=b.*"))
+    assert rejected(report) == {"a.wav": "split", "c": "split"}
+
+
 def test_a_speaker_in_two_splits_is_noted(tmp_path):
     source = simple(tmp_path, [1.0, 1.1], speaker="s")
     report = prepare("jsonl", source, tmp_path / "out", PrepareOptions(jobs=1, split="train=0.*,test=1.*"))

@@ -15,7 +15,7 @@ import re
 import sqlite3
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -29,7 +29,7 @@ from stapes.data.corpora import CORPORA, BadRow, ReadOptions, Row, read_corpus
 from stapes.data.options import PrepareOptions
 from stapes.data.pool import Died, ordered_map
 from stapes.data.seeds import key_of
-from stapes.data.splits import split_rule
+from stapes.data.splits import DEFAULT_SPLIT, split_rule
 from stapes.data.statistics import Rejected, SplitStatistics, report_json, report_markdown
 from stapes.data.text_rules import normalize_text
 from stapes.errors import OutputError, StapesError, UsageError
@@ -79,15 +79,17 @@ def prepare(
     limits = Limits(**{name: getattr(options, name) for name in Limits.__slots__})
     read = ReadOptions(text_field=options.text_field, language=options.language)
 
-    # A recipe of lhotse has read everything before it gives the first row; the others can be read twice.
-    rows = None if corpus in CORPORA else list(read_corpus(corpus, source, read))
-    for row in rows or read_corpus(corpus, source, read):
+    rows: Callable[[], Iterable[Row | BadRow]] = partial(read_corpus, corpus, source, read)
+    if corpus not in CORPORA:  # a recipe of lhotse has read everything before it gives the first row
+        found = list(rows())
+        rows = partial(iter, found)
+    for row in rows():
         if isinstance(row, Row):
             progress.add_total(_expected(row))
     run = _Run()
     jobs = options.jobs or len(os.sched_getaffinity(0))
     with _alone(out), _Journal(out / "measured.sqlite") as journal, _Manifests(out) as manifests:
-        wanted = _wanted(rows or read_corpus(corpus, source, read), rule, run)
+        wanted = _wanted(rows, rule, run)
         work = partial(_measure, journal=journal.path, convert=options.convert, out=out)
         with closing(ordered_map(work, wanted, jobs)) as results:
             for row, result in results:
@@ -167,21 +169,32 @@ def _expected(row: Row) -> float:
     return row.end - row.start if row.end is not None else _GUESSED_SECONDS
 
 
-def _wanted(rows: Iterable[Row | BadRow], rule: Any, run: _Run) -> Iterator[Row]:
-    """The rows that are to be measured, each with its split and an id of its own."""
-    for row in rows:
-        if isinstance(row, BadRow):
-            run.rejected.append(Rejected(row.where, row.where, None, row.code, row.reason))
-            continue
-        split = rule(row)
-        id, count = row.id, 1
-        while (key := key_of(id)) in run.ids:
-            count += 1
-            id = f"{row.id}#{count}"
-        run.ids.add(key)
-        if split is None:
-            run.rejected.append(Rejected(id, row.audio, row.split, "split", "no part of --split fits it"))
-            continue
+def _wanted(rows: Callable[[], Iterable[Row | BadRow]], rule: Callable[[Row], str | None], run: _Run) -> Iterator[Row]:
+    """The rows that are to be measured, each with its split and an id of its own.
+
+    Those for training come last, so that of audio that is there twice, the copy to test with is kept.
+    """
+    for training in (False, True):
+        for row in rows():
+            if isinstance(row, BadRow):
+                if not training:
+                    run.rejected.append(Rejected(row.where, row.where, None, row.code, row.reason))
+                continue
+            split = rule(row)
+            if (split is not None and split.startswith(DEFAULT_SPLIT)) == training:
+                yield from _numbered(row, split, run)
+
+
+def _numbered(row: Row, split: str | None, run: _Run) -> Iterator[Row]:
+    """The row with a split and an id that no other has; nothing for one without a split."""
+    id, count = row.id, 1
+    while (key := key_of(id)) in run.ids:
+        count += 1
+        id = f"{row.id}#{count}"
+    run.ids.add(key)
+    if split is None:
+        run.rejected.append(Rejected(id, row.audio, row.split, "split", "no part of --split fits it"))
+    else:
         yield replace(row, id=id, split=re.sub(r"[^\w.-]+", "_", split))
 
 
