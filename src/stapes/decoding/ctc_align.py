@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -27,6 +26,8 @@ from torch import Tensor
 from stapes.decoding.ctc import CTCToken
 from stapes.decoding.spelling import WILDCARD, SpeltText
 from stapes.errors import ModelError, UsageError
+from stapes.kernels.ctc_viterbi import viterbi
+from stapes.models.ctc_loss import frames_needed
 from stapes.transcript import Word
 
 WILDCARD_PENALTY = 0.1
@@ -61,7 +62,7 @@ def align(log_probs: Tensor, lengths: Sequence[int], targets: Sequence[Sequence[
         _check(row, length, ids, vocabulary, blank)
     if not len(targets):
         return []
-    emissions = _emissions(log_probs, any(WILDCARD in ids for ids in targets))
+    emissions = finite_emissions(log_probs, any(WILDCARD in ids for ids in targets))
     states = _States(targets, blank, vocabulary, emissions)
     path = _best_paths(emissions, lengths, states)
     labels = torch.from_numpy(np.take_along_axis(states.host_labels, path, axis=1)).to(log_probs.device)
@@ -97,41 +98,58 @@ def align_words(alignment: Alignment, text: SpeltText, frame_seconds: float, off
     return out
 
 
-def _emissions(log_probs: Tensor, with_wildcard: bool) -> Tensor:
-    """Log-probabilities as float32 or wider and finite, and where it is needed one more column for the wildcard."""
+def finite_emissions(log_probs: Tensor, with_wildcard: bool) -> Tensor:
+    """Log-probabilities as float32 or wider and finite, and where it is needed one more label for the wildcard.
+
+    (…, frames, vocabulary) → (…, frames, labels).
+    """
     log_probs = log_probs.to(torch.promote_types(log_probs.dtype, torch.float32)).clamp_min(_LEAST)
     if with_wildcard:
-        wildcard = log_probs.amax(dim=2, keepdim=True) - WILDCARD_PENALTY
-        log_probs = torch.cat([log_probs, wildcard], dim=2)
+        wildcard = log_probs.amax(dim=-1, keepdim=True) - WILDCARD_PENALTY
+        log_probs = torch.cat([log_probs, wildcard], dim=-1)
     return log_probs
 
 
+def check_text(name: str, ids: Sequence[int], vocabulary: int, blank: int) -> None:
+    """Raise UsageError where a text has ids that the model does not have."""
+    wrong = next((id for id in ids if id != WILDCARD and (not 0 <= id < vocabulary or id == blank)), None)
+    if wrong is not None:
+        raise UsageError(f"{name} has the token {wrong}: the model has tokens below {vocabulary}, {blank} is blank")
+
+
 def _check(row: int, length: int, ids: Sequence[int], vocabulary: int, blank: int) -> None:
-    needed = len(ids) + sum(a == b for a, b in pairwise(ids))
+    needed = frames_needed(ids)
     if length < needed:
         raise UsageError(
             f"text {row} has {len(ids)} tokens and needs {needed} frames, its recording has {length}: "
             "the text is not of this recording, or the recording is cut off"
         )
-    wrong = next((id for id in ids if id != WILDCARD and (not 0 <= id < vocabulary or id == blank)), None)
-    if wrong is not None:
-        raise UsageError(f"text {row} has the token {wrong}: the model has tokens below {vocabulary}, {blank} is blank")
+    check_text(f"text {row}", ids, vocabulary, blank)
+
+
+def states_of(ids: Sequence[int], blank: int, wildcard: int) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """Labels of a text's states, 2 i + 1 that of token i, and whether each is reached past the blank before it."""
+    labels = np.full(2 * len(ids) + 1, blank, dtype=np.int64)
+    labels[1::2] = [wildcard if id == WILDCARD else id for id in ids]
+    may_skip = np.zeros(labels.shape, dtype=np.bool_)
+    may_skip[3::2] = labels[3::2] != labels[1:-2:2]
+    return labels, may_skip
 
 
 class _States:
-    """The texts with blanks around every token: state 2 i + 1 is token i. Shorter texts are padded with blanks."""
+    """The texts with blanks around every token. Shorter texts are padded with blanks."""
 
     def __init__(self, targets: Sequence[Sequence[int]], blank: int, wildcard: int, like: Tensor) -> None:
         counts = [2 * len(ids) + 1 for ids in targets]
         labels = np.full((len(targets), max(counts)), blank, dtype=np.int64)
+        skip = np.full(labels.shape, -np.inf)
         for row, ids in enumerate(targets):
-            labels[row, 1 : counts[row] : 2] = [wildcard if id == WILDCARD else id for id in ids]
-        may_skip = np.zeros(labels.shape, dtype=np.bool_)  # from a token to the next one without a blank
-        may_skip[:, 3::2] = labels[:, 3::2] != labels[:, 1:-2:2]
+            labels[row, : counts[row]], may_skip = states_of(ids, blank, wildcard)
+            skip[row, : counts[row]][may_skip] = 0.0
         self.host_labels = labels
         self.ends: NDArray[np.int64] = np.array(counts, dtype=np.int64) - 1
         self.labels = torch.from_numpy(labels).to(like.device)
-        self.skip = torch.from_numpy(np.where(may_skip, 0.0, -np.inf)).to(like)
+        self.skip = torch.from_numpy(skip).to(like)
 
 
 def _best_paths(emissions: Tensor, lengths: Sequence[int], states: _States) -> NDArray[np.int64]:
@@ -145,7 +163,7 @@ def _best_paths(emissions: Tensor, lengths: Sequence[int], states: _States) -> N
     kept = [begin]
     starts = range(0, frames, stride)
     for start in starts[:-1]:
-        last, _ = _run(kept[-1], emissions, lengths, states.labels, states.skip, range(start, start + stride))
+        last, _ = viterbi(kept[-1], emissions, lengths, states.labels, states.skip, range(start, start + stride))
         # Only differences matter; small numbers keep them exact over hours.
         kept.append(last - last.amax(dim=1, keepdim=True))
 
@@ -156,47 +174,11 @@ def _best_paths(emissions: Tensor, lengths: Sequence[int], states: _States) -> N
         index = torch.from_numpy(low[:, None] + np.arange(width)).to(emissions.device)
         band = [part.gather(1, index) for part in (kept.pop(), states.labels, states.skip)]
         stretch = range(start, min(start + stride, frames))
-        last, choices = _run(band[0], emissions, lengths, band[1], band[2], stretch, keep=True)
+        last, choices = viterbi(band[0], emissions, lengths, band[1], band[2], stretch, keep=True)
         if start == starts[-1]:
             end = _likelier_end(last.cpu().numpy(), end, low)
         end = _trace(path[:, stretch.start : stretch.stop], end - low, choices.cpu().numpy(), low)
     return path
-
-
-def _run(
-    begin: Tensor,
-    emissions: Tensor,
-    lengths: Sequence[int],
-    labels: Tensor,
-    skip: Tensor,
-    stretch: range,
-    keep: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """Some frames of the Viterbi algorithm: scores of the states (batch, states) before and after.
-
-    With ``keep`` also by how many states each came forward in each frame: (frames, batch, states), uint8. Rows that
-    are shorter wait in their last state.
-    """
-    rows, count = begin.shape
-    shortest = min(lengths)
-    ends = torch.tensor(lengths, device=begin.device)[:, None]
-    padded = torch.full((rows, count + 2), float("-inf"), dtype=begin.dtype, device=begin.device)
-    now, one_back, two_back = padded[:, 2:], padded[:, 1:-1], padded[:, :-2]
-    now.copy_(begin)
-    choices = torch.zeros((len(stretch) if keep else 0, rows, count), dtype=torch.uint8, device=begin.device)
-    for number, frame in enumerate(stretch):
-        skipped = two_back + skip
-        moved = torch.maximum(now, one_back)
-        if keep:
-            choices[number] = (one_back > now).to(torch.uint8).masked_fill_(skipped > moved, 2)
-        after = torch.maximum(moved, skipped) + emissions[:, frame].gather(1, labels)
-        if frame >= shortest:
-            over = ends <= frame
-            after = torch.where(over, now, after)
-            if keep:
-                choices[number].masked_fill_(over, 0)
-        now.copy_(after)
-    return now.clone(), choices
 
 
 def _likelier_end(scores: NDArray[np.floating], end: NDArray[np.int64], low: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -9,6 +9,8 @@ Two ways to the same text must meet: growing prefix i by token c is the beam's p
 without its last token and c is that token. Hashes have 64 bits and depend on the text alone, so that they meet also
 where j's parent had left the beam and came back.
 
+On a GPU one kernel does all frames (`stapes.kernels.ctc_beam`); what is here does the same everywhere.
+
 What else speaks for a text, `Fusion`, depends on the text alone and is added to its log-probability.
 """
 
@@ -16,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -24,6 +27,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from stapes.decoding.hashing import TOKEN_FACTOR, mix
+from stapes.kernels.ctc_beam import can_search, launch_beam, launch_trace, trace_reference
+from stapes.kernels.ctc_beam_tables import Table
+from stapes.kernels.jit import can_launch, launch_or
 
 FusionState = tuple[Tensor, ...]
 """What a fusion remembers of each prefix: tensors of shape (batch, beam)."""
@@ -46,6 +52,10 @@ class Fusion(Protocol):
 
     def finish(self, state: FusionState) -> Tensor:
         """What each text gains by ending here: (batch, beam)."""
+        ...
+
+    def table(self) -> Table | None:
+        """The same for the kernel; None: it is too large, or of another kind."""
         ...
 
 
@@ -77,9 +87,9 @@ class BeamState:
     parent: Tensor
     """Hash of the text without its last token."""
     fusions: list[FusionState]
-    history: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
-    """For each window: the place each prefix had before and the token it grew by or -1, (frames, batch, beam), and the
-    real frames, (batch,)."""
+    history: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    """For each window: the place each prefix had before and the token it grew by or -1, (batch, frames, 2, beam), and
+    the real frames, (batch,)."""
 
     def fields(self) -> tuple[Tensor, ...]:
         """All tensors but the history: a captured graph copies them back to where it began."""
@@ -141,22 +151,51 @@ class PrefixBeamSearch:
 
     def advance(self, state: BeamState, log_probs: Tensor, lengths: Tensor) -> None:
         """Hear more: log_probs (batch, frames, vocabulary), of which ``lengths`` (batch,) frames are real."""
-        rows, frames, size = log_probs.shape
         log_probs = log_probs.to(state.blank.dtype)
-        real = torch.arange(frames, device=log_probs.device) < lengths[:, None]
-        tokens_only = log_probs.clone()
+        allowed = log_probs.clone()
         for id in (self.blank, *self.banned):  # by number: a copy of indices from the host could not be captured
-            tokens_only[:, :, id] = float("-inf")
-        count = min(self.tokens_per_frame or size, size)
-        likeliest, tokens = tokens_only.topk(count, dim=2)
+            allowed[:, :, id] = float("-inf")
+        count = min(self.tokens_per_frame or log_probs.shape[2], log_probs.shape[2])
+        reference = partial(self._advance_reference, state, log_probs, allowed, count, lengths)
+        device = log_probs.device
+        if can_launch(device) and log_probs.dtype == torch.float32:
+            tables = [table for fusion in self.fusions if (table := fusion.table()) is not None]
+            columns = min(count + 1, log_probs.shape[2])
+            if len(tables) == len(self.fusions) and can_search(self.beam_size, columns, tables):
+                launch = partial(self._launch, state, log_probs, allowed, count, lengths, tables)
+                launch_or("ctc_beam", device, launch, reference)
+                return
+        reference()
+
+    def _launch(
+        self, state: BeamState, log_probs: Tensor, allowed: Tensor, count: int, lengths: Tensor, tables: Sequence[Table]
+    ) -> None:
+        """`advance` by the kernel."""
+        tokens = None
+        if count < allowed.shape[2]:
+            allowed, found = allowed.topk(count, dim=2)
+            tokens = found.to(torch.int32)
+        fields = (state.blank, state.label, state.extra, state.last, state.hash, state.parent)
+        fields, state.fusions, history = launch_beam(
+            fields, state.fusions, tables, log_probs, allowed, tokens, lengths, self.blank
+        )
+        state.blank, state.label, state.extra, state.last, state.hash, state.parent = fields
+        state.history.append((history, lengths))
+
+    def _advance_reference(
+        self, state: BeamState, log_probs: Tensor, allowed: Tensor, count: int, lengths: Tensor
+    ) -> None:
+        """`advance` in plain PyTorch."""
+        rows, frames, _ = log_probs.shape
+        real = torch.arange(frames, device=log_probs.device) < lengths[:, None]
+        likeliest, tokens = allowed.topk(count, dim=2)
         likeliest = likeliest.masked_fill(~real[:, :, None], float("-inf"))
-        places = torch.empty((frames, rows, self.beam_size), dtype=torch.int32, device=log_probs.device)
-        grown = torch.empty_like(places)
+        history = torch.empty((rows, frames, 2, self.beam_size), dtype=torch.int32, device=log_probs.device)
         for frame in range(frames):
-            places[frame], grown[frame] = self._step(
+            history[:, frame, 0], history[:, frame, 1] = self._step(
                 state, log_probs[:, frame], likeliest[:, frame], tokens[:, frame], real[:, frame, None]
             )
-        state.history.append((places, grown, lengths))
+        state.history.append((history, lengths))
 
     def _step(
         self, state: BeamState, log_probs: Tensor, likeliest: Tensor, tokens: Tensor, real: Tensor
@@ -220,41 +259,35 @@ class PrefixBeamSearch:
             score = score + fusion.finish(remembered)
         best, place = score.topk(min(n_best, self.beam_size), dim=1)
         scores = torch.stack([best, acoustic.gather(1, place)]).double().cpu().numpy()
-        windows = [(places.cpu().numpy(), grown.cpu().numpy()) for places, grown, _ in state.history]
-        tokens = _trace(place.cpu().numpy(), windows)
-        numbers = _numbers([(len(places), lengths.cpu().numpy()) for places, _, lengths in state.history], len(place))
+        tokens = _trace(place.to(torch.int32), [history for history, _ in state.history]).cpu().numpy()
+        numbers = _numbers([(each.shape[1], lengths.cpu().numpy()) for each, lengths in state.history], tokens)
         out: list[list[Hypothesis]] = []
-        for row in range(tokens.shape[1]):
+        for row in range(tokens.shape[0]):
             found: list[Hypothesis] = []
             for rank in range(tokens.shape[2]):
-                frames = np.flatnonzero(tokens[:, row, rank] >= 0)
+                frames = np.flatnonzero(tokens[row, :, rank] >= 0)
                 total, heard = scores[:, row, rank].tolist()
                 if heard > float("-inf"):  # places of the beam that hold nothing
-                    ids, begun = tokens[frames, row, rank].tolist(), numbers[frames, row].tolist()
+                    ids, begun = tokens[row, frames, rank].tolist(), numbers[row, frames].tolist()
                     found.append(Hypothesis(ids, begun, total, heard))
             out.append(found)
         return out
 
 
-def _numbers(windows: Sequence[tuple[int, NDArray[np.int64]]], rows: int) -> NDArray[np.int64]:
-    """Which of a recording's real frames each frame of the windows is: (frames, batch)."""
-    numbers, before = [np.zeros((0, rows), np.int64)], np.zeros(rows, np.int64)
+def _numbers(windows: Sequence[tuple[int, NDArray[np.int64]]], tokens: NDArray[np.int32]) -> NDArray[np.int64]:
+    """Which of a recording's real frames each frame of the windows is: (batch, frames)."""
+    rows = len(tokens)
+    numbers, before = [np.zeros((rows, 0), np.int64)], np.zeros(rows, np.int64)
     for frames, lengths in windows:
-        numbers.append(np.arange(frames)[:, None] + before)
+        numbers.append(np.arange(frames) + before[:, None])
         before = before + lengths
-    return np.concatenate(numbers)
+    return np.concatenate(numbers, axis=1)
 
 
-def _trace(
-    place: NDArray[np.int64], windows: Sequence[tuple[NDArray[np.int32], NDArray[np.int32]]]
-) -> NDArray[np.int32]:
-    """What the prefixes at the end grew by in each frame: (frames, batch, n-best), -1 for nothing."""
-    rows = np.arange(len(place))[:, None]
-    tokens = np.empty((sum(len(places) for places, _ in windows), *place.shape), dtype=np.int32)
-    frame = len(tokens)
-    for places, grown in reversed(windows):
-        for before, token in zip(places[::-1], grown[::-1], strict=True):
-            frame -= 1
-            tokens[frame] = token[rows, place]
-            place = before[rows, place]
-    return tokens
+def _trace(at: Tensor, windows: Sequence[Tensor]) -> Tensor:
+    """What the prefixes at the end grew by in each frame: (batch, frames, n-best), -1 for nothing."""
+    found = [torch.empty((len(at), 0, at.shape[1]), dtype=torch.int32, device=at.device)]
+    for history in reversed(windows):
+        launch, reference = partial(launch_trace, history, at), partial(trace_reference, history, at)
+        found.append(launch_or("ctc_beam_trace", at.device, launch, reference))
+    return torch.cat(found[::-1], dim=1)

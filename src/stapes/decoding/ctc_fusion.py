@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -16,9 +17,13 @@ from stapes.decoding.hashing import text_hash
 from stapes.decoding.ngram import END, START, UNKNOWN, NGramModel
 from stapes.decoding.spelling import Speller, token_names
 from stapes.errors import UsageError
+from stapes.kernels.ctc_beam_tables import TokenTable, WordTable, pack
 from stapes.text.ctc_tokenizer import CTCTokenizer
 
 FusionState = tuple[Tensor, ...]
+
+_LARGEST_TABLE = 1 << 25
+"""Contexts × tokens of a language model of tokens that are tabulated: 256 MiB."""
 
 
 class TokenNGram:
@@ -60,6 +65,25 @@ class TokenNGram:
     def finish(self, state: FusionState) -> Tensor:
         scores, _ = self.model.score(state[0], self._end)
         return scores * self.weight
+
+    def table(self) -> TokenTable | None:
+        """All contexts and tokens, where these are not too many."""
+        return self._table
+
+    @cached_property
+    def _table(self) -> TokenTable | None:
+        contexts, size = len(self.model.backoff), len(self._ids)
+        if contexts * size > _LARGEST_TABLE:
+            return None
+        gain = torch.empty((contexts, size), device=self._ids.device)
+        following = torch.empty((contexts, size), dtype=torch.int32, device=self._ids.device)
+        step = max(1, (1 << 20) // size)
+        for first in range(0, contexts, step):
+            some = torch.arange(first, min(contexts, first + step), device=self._ids.device)
+            scores, after = self.model.score(some[:, None], self._ids)
+            gain[first : first + step] = scores * self.weight + self.token_bonus
+            following[first : first + step] = after
+        return TokenTable(pack(following, gain))
 
 
 class WordNGram:
@@ -138,6 +162,29 @@ class WordNGram:
         score, _ = self.model.score(after, self._end)
         return gain + score * self.weight
 
+    def table(self) -> WordTable:
+        """The model as it is, and how tokens write words."""
+        return self._table
+
+    @cached_property
+    def _table(self) -> WordTable:
+        model = self.model
+        flags = self._ends_word + 2 * self._has_letters
+        return WordTable.of(
+            torch.stack([flags, self._part, self._factor], dim=1),
+            torch.stack([self._hashes, self._ids]),
+            model.keys,
+            model.logprob,
+            model.backoff,
+            model.suffix,
+            order=model.order,
+            size=len(model.vocabulary),
+            unknown_id=model.unknown_id,
+            unknown_score=self.unknown_score,
+            weight=self.weight,
+            bonus=self.word_bonus,
+        )
+
 
 class Hotwords:
     """Words and phrases to expect: each of their tokens gains something, which is taken back unless all follow.
@@ -185,6 +232,7 @@ class Hotwords:
         ends = [automaton.end(node, boundary) for node in range(len(nodes))]
         self._next = torch.tensor(nodes, device=device)
         self._gain = torch.tensor(gains, device=device)
+        self._table = TokenTable(pack(self._next, self._gain))
         self._final = torch.tensor(ends, device=device)
         self._root = automaton.walk(0, [] if boundary is None else [boundary])[0]
 
@@ -199,6 +247,10 @@ class Hotwords:
 
     def finish(self, state: FusionState) -> Tensor:
         return self._final[state[0]]
+
+    def table(self) -> TokenTable:
+        """The automaton."""
+        return self._table
 
 
 @dataclass
