@@ -128,6 +128,8 @@ def test_what_makes_no_sense_is_refused(tmp_path):
     cases = [
         (AugmentOptions(noise_probability=1.5), "noise_probability"),
         (AugmentOptions(snr_db=(20.0, 5.0)), "lower end first"),
+        (AugmentOptions(speeds=(0.4,), tempo_probability=0.1), "tempo of 0.4"),
+        (AugmentOptions(pitch_semitones=(0, 13), pitch_probability=0.1), "12 semitones"),
         (AugmentOptions(noises=(str(tmp_path / "nowhere*"),)), "no audio there"),
         (AugmentOptions(rooms=(str(tmp_path / "empty"),)), "no audio there"),
     ]

@@ -42,6 +42,11 @@ class WaveformAugment:
             low, high = getattr(options, name)
             if not (math.isfinite(low) and low <= high and math.isfinite(high)):
                 raise UsageError(f"{name} is {low} to {high}: give the lower end first")
+        tempos = [*options.speeds] if options.tempo_probability else []
+        if options.pitch_probability:
+            tempos += [2.0 ** (-semitones / 12) for semitones in options.pitch_semitones]
+        for tempo in tempos:
+            _check_tempo(tempo)
         self.options = options
         self.speeds: Sequence[float] = options.speeds
         self._noises = AudioFiles(options.noises) if options.noises else None
@@ -78,8 +83,7 @@ def change_speed(samples: np.ndarray, speed: float) -> np.ndarray:
 
 def change_tempo(samples: np.ndarray, tempo: float) -> np.ndarray:
     """Make float32 (samples,) faster (``tempo`` > 1) or slower without moving its pitch. 0.5 to 2."""
-    if not 0.5 <= tempo <= 2.0:
-        raise UsageError(f"a tempo of {tempo:g} cannot be made well: choose 0.5 to 2")
+    _check_tempo(tempo)
     graph = av.filter.Graph()
     source = graph.add_abuffer(sample_rate=SAMPLE_RATE, format="flt", layout="mono", time_base=None)
     stretch, sink = graph.add("atempo", f"{tempo:.9f}"), graph.add("abuffersink")
@@ -192,6 +196,11 @@ class AudioFiles:
         while self._bytes > _CACHE_BYTES and len(self._cache) > 1:
             self._bytes -= self._cache.popitem(last=False)[1].nbytes
         return audio
+
+
+def _check_tempo(tempo: float) -> None:
+    if not 0.5 <= tempo <= 2.0:
+        raise UsageError(f"a tempo of {tempo:g} cannot be made well: choose 0.5 to 2, and at most 12 semitones")
 
 
 def _power(samples: np.ndarray) -> float:

@@ -301,7 +301,7 @@ class TrainingData:
         for each in batch.skipped:
             if len(self.skipped) < _MAX_NAMED:
                 self.skipped[each.id] = each
-        self._hopeless = self._hopeless + 1 if len(batch.skipped) >= len(batch) else 0
+        self._hopeless = self._hopeless + 1 if batch.skipped and not batch.weights.any() else 0
         if self._hopeless == _HOPELESS:
             raise UsageError(
                 f"{_HOPELESS} batches in a row without one usable utterance; the last: {batch.skipped[-1].reason}"

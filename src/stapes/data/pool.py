@@ -52,7 +52,7 @@ def ordered_map(
 
     ``function`` must not raise. Closing the iterator, or an exception where it is used, ends the processes at once.
     """
-    workers = [_Worker(function) for _ in range(processes)]
+    workers: list[_Worker[Item]] = []
     source = enumerate(items)
     waiting: deque[tuple[int, Item]] = deque()  # drawn, not done, oldest first
     again: deque[tuple[int, Item]] = deque()  # their process died once
@@ -60,6 +60,7 @@ def ordered_map(
     failed: set[int] = set()
     exhausted = False
     try:
+        workers += [_Worker(function) for _ in range(processes)]
         while True:
             for worker in workers:
                 if worker.number is None:

@@ -88,17 +88,17 @@ def prepare(
             progress.add_total(_expected(row))
     run = _Run()
     jobs = options.jobs or len(os.sched_getaffinity(0))
-    with _alone(out), _Journal(out / "measured.sqlite") as journal, _Manifests(out) as manifests:
-        wanted = _wanted(rows, rule, run)
-        work = partial(_measure, journal=journal.path, convert=options.convert, out=out)
-        with closing(ordered_map(work, wanted, jobs)) as results:
-            for row, result in results:
-                facts = _facts(row, result, journal, run)
-                _decide(row, facts, options, limits, tokenizer, run, manifests)
-                progress.add_total((facts.seconds or _expected(row)) - _expected(row))
-                progress.advance(facts.seconds or _expected(row))
-        if not run.splits and not run.rejected:
-            raise UsageError(f"{source} has no utterances: name the folder or file that the corpus is in")
+    with _alone(out):
+        with _Journal(out / "measured.sqlite") as journal, _Manifests(out) as manifests:
+            work = partial(_measure, journal=journal.path, convert=options.convert, out=out)
+            with closing(ordered_map(work, _wanted(rows, rule, run), jobs)) as results:
+                for row, result in results:
+                    facts = _facts(row, result, journal, run)
+                    _decide(row, facts, options, limits, tokenizer, run, manifests)
+                    progress.add_total((facts.seconds or _expected(row)) - _expected(row))
+                    progress.advance(facts.seconds or _expected(row))
+            if not run.splits and not run.rejected:
+                raise UsageError(f"{source} has no utterances: name the folder or file that the corpus is in")
         settings = {
             "corpus": corpus,
             "source": str(source),
@@ -107,14 +107,15 @@ def prepare(
             "measured": run.measured,
         }
         report = report_json(settings, run.splits, run.rejected, _notes(run))
-    _remove_stale(out, report)
-    for name, text in (
-        ("report.json", json.dumps(report, ensure_ascii=False, indent=1).encode("utf-8", "backslashreplace").decode()),
-        ("report.md", report_markdown(report).encode("utf-8", "backslashreplace").decode()),
-    ):
-        with whole_file(out / name) as file:
-            file.write(text.encode("utf-8"))
+        _remove_stale(out, report)
+        _write(out / "report.json", json.dumps(report, ensure_ascii=False, indent=1))
+        _write(out / "report.md", report_markdown(report))
     return report
+
+
+def _write(path: Path, text: str) -> None:
+    with whole_file(path) as file:
+        file.write(text.encode("utf-8", "backslashreplace"))  # names of files may hold bytes that are no UTF-8
 
 
 @contextmanager
