@@ -20,8 +20,11 @@ from stapes.transcript import Alternative
 DEFAULT_BEAM = 32
 """Texts that are kept where a language model or expected words ask for a search and no beam size is said."""
 
-_TOKENS_PER_FRAME = 40
+_WIDE = 32
+_TOKENS_PER_FRAME = (40, 24)
+"""The likeliest tokens of a frame that beams up to this size look at, and wider ones: what the kernel takes."""
 _ROWS = 32
+"""Phrases that are searched together."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,8 @@ class Search:
         self.tokenizer, self.n_best = tokenizer, n_best
         blank = tokenizer.blank_id
         silent = [id for id, piece in enumerate(tokenizer.pieces) if not piece and id != blank]
-        self._beam = PrefixBeamSearch(blank, beam_size, _TOKENS_PER_FRAME, fusions, banned=silent)
+        tokens = _TOKENS_PER_FRAME[beam_size > _WIDE]
+        self._beam = PrefixBeamSearch(blank, beam_size, tokens, fusions, banned=silent)
 
     def __call__(self, emissions: Sequence[Tensor]) -> list[Found]:
         """Log-probabilities (frames, vocabulary) of each phrase, of at least one frame → what it says."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -186,9 +187,10 @@ class Emissions:
         waveform = torch.nn.utils.rnn.pad_sequence([torch.from_numpy(pcm) for _, pcm in windows], batch_first=True)
         lengths = torch.tensor([len(pcm) for _, pcm in windows])
         measured = None if self._measured is None else [self._measured] * len(windows)
-        with self.model.lock:
+        device = self.model.device
+        with self.model.lock, torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             self.model.set_language(self.language)
-            logits, _ = self.model(waveform.to(self.model.device), lengths, measured)
+            logits, _ = self.model(waveform.to(device), lengths, measured)
         return [
             (window.frame, row[window.first : window.last].float().log_softmax(dim=-1))
             for (window, _), row in zip(windows, logits, strict=True)
