@@ -27,7 +27,8 @@ class TranscribeOptions:
     """How to transcribe."""
 
     language: str | None = None
-    """Language spoken, as a code (de) or a name (German). Detected for each recording when not given."""
+    """Language spoken, as a code (de) or a name (German). Detected for each recording when not given. MMS: by its own
+    code (deu); the one it was saved with when not given."""
 
     task: Task = "transcribe"
     """transcribe keeps the language; translate writes English (multilingual models other than turbo)."""

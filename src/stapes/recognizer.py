@@ -26,6 +26,9 @@ from stapes.devices import tuned
 from stapes.devices.backend import Device, choose_dtype, fp8_dtype, resolve
 from stapes.devices.memory import save_gpu_memory
 from stapes.errors import ModelError, UsageError
+from stapes.inference.ctc_alignment import align_pairs
+from stapes.inference.ctc_family import CTCFamily
+from stapes.inference.ctc_model import CTCModel
 from stapes.inference.ctc_open import CTC_KINDS, open_ctc
 from stapes.inference.family import Family
 from stapes.inference.gpu_whisper import GpuWhisperEngine
@@ -67,7 +70,7 @@ def load(
     """Load a model.
 
     model: a name (``stapes models`` lists them), a Hugging Face id, a folder or a ``.pt`` file; None chooses for the
-    device, ``task`` and ``language``. threads: CPU threads of PyTorch. batch_size: windows decoded together. max_vram:
+    device, ``task`` and ``language``, which also chooses among the adapters of MMS. threads: CPU threads of PyTorch. batch_size: windows decoded together. max_vram:
     the most GPU memory to use, such as ``"6GB"``.
     Raises ModelError, DeviceError and UsageError.
     """
@@ -277,6 +280,51 @@ class Recognizer:
         """
         inputs = ((source, sample_rate) for source in audio)
         yield from self._run(inputs, _options(options, changes), progress, priority, workers=_workers())
+
+    def align(
+        self,
+        audio: AudioSource,
+        text: str | Path,
+        *,
+        language: str | None = None,
+        open_ends: bool = False,
+        channels: str = "mix",
+        sample_rate: int | None = None,
+        progress: Progress | None = None,
+    ) -> Transcript:
+        """Find when each word of a known text is said, with a CTC model; however long the recording is.
+
+        text: what is said, or the `Path` of a file (UTF-8) that holds it. Its lines become segments, its sentences
+        where it has one line; a word's probability is 0 where the model cannot write it and only its neighbours tell
+        its time. open_ends: the recording may hold other speech before and after the text. Raises AudioError;
+        UsageError where the model is no CTC model, or the text cannot be that of this recording.
+        """
+        pairs = [(audio, text)]
+        settings = {"language": language, "open_ends": open_ends, "channels": channels, "sample_rate": sample_rate}
+        (transcript,) = align_pairs(self._ctc_model(), pairs, progress or Silent(), errors="raise", **settings)
+        return replace(transcript, model=self.name)
+
+    def align_many(
+        self,
+        pairs: Iterable[tuple[AudioSource, str | Path]],
+        *,
+        language: str | None = None,
+        open_ends: bool = False,
+        channels: str = "mix",
+        progress: Progress | None = None,
+    ) -> Iterator[Transcript]:
+        """`align` for many recordings, one after another: one that fails is yielded with ``error`` set."""
+        settings = {"language": language, "open_ends": open_ends, "channels": channels}
+        for transcript in align_pairs(self._ctc_model(), pairs, progress or Silent(), **settings):
+            yield replace(transcript, model=self.name)
+
+    def _ctc_model(self) -> CTCModel:
+        if not isinstance(self.family, CTCFamily):
+            raise UsageError(
+                f"{self.name} is no CTC model and cannot align a text that is given: use one such as wav2vec 2.0, or "
+                "`transcribe` with word timestamps"
+            )
+        return self.family.model
 
     def close(self) -> None:
         """Let go of the model and its memory. Calls that are not over fail with UsageError."""

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 _FILES = ("config.json", "generation_config.json", "tokenizer.json", "preprocessor_config.json")
 _CTC_FILES = ("vocab.json", "tokenizer_config.json", "special_tokens_map.json", "processor_config.json")
-"""What a CTC model has in place of tokenizer.json."""
+"""What a CTC model has in place of tokenizer.json. Whisper has some of it too, and merges.txt."""
 _CHUNK = 1 << 20
 # Seconds without an answer, and tries in a row that bring nothing, before a hub counts as gone: under 30 s in all.
 _TIMEOUT = 8.0
@@ -133,7 +133,7 @@ def _fetch_all(repository: str, info: ModelInfo, partial: Path, progress: Progre
     if not weights:
         raise ModelError(f"{repository} has no safetensors weights: name another model, or give a folder")
     partial.mkdir(parents=True, exist_ok=True)  # gone where the process that was waited for has finished with it
-    names = _FILES if "tokenizer.json" in files else (*_FILES, *_CTC_FILES)
+    names = _FILES if "merges.txt" in files else (*_FILES, *_CTC_FILES)
     wanted = [files[file] for file in (*names, *weights) if file in files]
     progress.add_total(sum(file.size or 0 for file in wanted))
     for file in wanted:
