@@ -206,6 +206,18 @@ def test_converted_files_that_were_lost_are_made_again(tmp_path):
     assert len(read_samples(first.audio)) == RATE
 
 
+def test_a_converted_corpus_can_be_moved(tmp_path):
+    source = simple(tmp_path / "in", [1.0, 1.1])
+    prepare("jsonl", source, tmp_path / "out", PrepareOptions(jobs=1, convert="wav"))
+    before = [read_samples(utterance.audio) for utterance in Manifest(tmp_path / "out" / "train.jsonl.gz")]
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "out").rename(tmp_path / "elsewhere" / "corpus")
+    moved = list(Manifest(tmp_path / "elsewhere" / "corpus" / "train.jsonl.gz"))
+    assert all(str(tmp_path / "elsewhere" / "corpus") in utterance.audio for utterance in moved)
+    for utterance, samples in zip(moved, before, strict=True):
+        np.testing.assert_array_equal(read_samples(utterance.audio), samples)
+
+
 def test_duplicates_can_be_kept_and_equal_ids_are_told_apart(tmp_path):
     write(tmp_path / "a.wav", 1.0)
     source = rows(tmp_path, *({"audio": "a.wav", "text": text, "speaker": "s"} for text in ("one", "one", "two")))

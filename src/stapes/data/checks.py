@@ -19,6 +19,7 @@ from stapes.audio.containers import ContainerFrames
 from stapes.audio.decode import SAMPLE_RATE, open_audio
 from stapes.audio.sources import open_reader
 from stapes.data.corpora import Row
+from stapes.data.manifest import AUDIO_FOLDER
 from stapes.data.reading import read_samples
 from stapes.data.seeds import key_of
 from stapes.errors import AudioError, OutputError, StapesError
@@ -300,4 +301,4 @@ def _converted_name(row: Row, convert: str) -> str:
     """``audio/3f/ID-3f….flac``: no folder gets too many, and no two ids meet."""
     key = f"{key_of(row.id):016x}"
     readable = re.sub(r"[^\w.-]+", "_", row.id)[-60:].strip("._")
-    return f"audio/{key[:2]}/{readable}-{key[2:]}.{convert}"
+    return f"{AUDIO_FOLDER}/{key[:2]}/{readable}-{key[2:]}.{convert}"

@@ -10,9 +10,10 @@ import gzip
 import json
 import mmap
 import tempfile
+import zlib
 from array import array
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -20,6 +21,10 @@ import numpy as np
 
 from stapes.data.seeds import key_of
 from stapes.errors import UsageError
+
+
+AUDIO_FOLDER = "audio"
+"""Where `stapes prepare --convert` puts its copies, beside the manifests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,14 +80,31 @@ class Manifest:
 
 
 def read_cuts(path: Path) -> Iterator[Utterance]:
-    """The cuts of a lhotse CutSet, one after another. Raises UsageError as ``Manifest`` does."""
+    """The cuts of a lhotse CutSet, one after another. Raises UsageError as ``Manifest`` does.
+
+    Where the folder of a corpus that `stapes prepare --convert` made was moved, its audio is found in the new place.
+    """
+    here, before = str(path.parent.absolute()), None
     try:
         with open_text(path) as file:
             for number, line in enumerate(file, 1):
-                if line.strip():
-                    yield _utterance(line, path, number)
-    except (OSError, EOFError, UnicodeDecodeError) as error:
+                if not line.strip():
+                    continue
+                utterance = _utterance(line, path, number)
+                if before is None:  # the first tells for all
+                    before = _moved_from(utterance.audio, here)
+                if before and utterance.audio.startswith(before):
+                    utterance = replace(utterance, audio=here + utterance.audio[len(before) :])
+                yield utterance
+    except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
         raise UsageError(f"{path} cannot be read ({error}): name a .jsonl or .jsonl.gz of cuts") from None
+
+
+def _moved_from(audio: str, here: str) -> str:
+    """The folder that the manifest's was when its ``audio`` was written; empty where the audio is where it says."""
+    folder, found, name = audio.rpartition(f"/{AUDIO_FOLDER}/")
+    inside = f"/{AUDIO_FOLDER}/{name}"
+    return folder if found and folder != here and not Path(audio).exists() and Path(here + inside).exists() else ""
 
 
 def open_text(path: Path) -> TextIO:

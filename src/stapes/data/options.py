@@ -54,7 +54,7 @@ class PrepareOptions:
     """Keep utterances whose audio is there already."""
 
     convert: Literal["flac", "wav"] | None = None
-    """Copy the audio to OUT as 16 kHz mono, which is read fastest."""
+    """Copy the audio to OUT as 16 kHz mono, which is read fastest. OUT can then be moved to another machine."""
 
     jobs: int | None = None
     """Processes. Default: all cores."""
