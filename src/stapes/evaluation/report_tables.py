@@ -160,6 +160,11 @@ def summary(each: Set) -> Table:
         )
     why = dict.fromkeys(f"{system.wer.method}: {system.wer.why}" for system in each.systems)
     notes += [f"Intervals: {reason}." for reason in why]
+    if any(system.result.speed.latency_p50 is not None for system in each.systems):
+        notes.append(
+            "Latency: from handing a recording over to its text. A system that works on several at once, for "
+            "throughput, lets each wait for its neighbours."
+        )
     return Table("Summary", [columns[k] for k in keep], [[row[k] for k in keep] for row in rows], same, notes)
 
 
