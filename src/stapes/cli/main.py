@@ -16,6 +16,7 @@ from cyclopts import App, CycloptsError, Parameter, UnknownCommandError
 
 import stapes
 from stapes.cli import bench, kernels, lm, models
+from stapes.cli.align import align
 from stapes.cli.arguments import normalise
 from stapes.cli.compare import compare
 from stapes.cli.doctor import doctor
@@ -40,10 +41,11 @@ app = App(
     default_parameter=Parameter(allow_repeating=True),
 )
 app.command(transcribe, sort_key=1, usage="Usage: stapes transcribe [OPTIONS] INPUT…")
+app.command(align, usage="Usage: stapes align [OPTIONS] AUDIO [TEXT]")
 app.command(models.app)
 app.command(evaluate, usage="Usage: stapes evaluate [OPTIONS] MODEL MANIFEST")
-app.command(train, usage="Usage: stapes train [OPTIONS] RECIPE")
 app.command(prepare, usage="Usage: stapes prepare [OPTIONS] CORPUS SOURCE OUT")
+app.command(train, usage="Usage: stapes train [OPTIONS] RECIPE")
 app.command(compare, usage="Usage: stapes compare [OPTIONS] RESULT…")
 app.command(bench.app)
 app.command(kernels.app)

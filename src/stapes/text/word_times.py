@@ -16,9 +16,9 @@ from stapes.text.files import whole_file
 from stapes.text.subtitles import SubtitleOptions, render
 from stapes.transcript import Segment, Transcript, Word
 
-AlignmentFormat = Literal["json", "textgrid", "srt", "ctm"]
+AlignmentFormat = Literal["json", "textgrid", "srt", "vtt", "ctm"]
 ALIGNMENT_FORMATS: tuple[AlignmentFormat, ...] = get_args(AlignmentFormat)
-EXTENSIONS: dict[AlignmentFormat, str] = {"json": "json", "textgrid": "TextGrid", "srt": "srt", "ctm": "ctm"}
+EXTENSIONS: dict[AlignmentFormat, str] = {name: name for name in ALIGNMENT_FORMATS} | {"textgrid": "TextGrid"}
 """What the name of a file ends in; Praat's users write it so."""
 
 

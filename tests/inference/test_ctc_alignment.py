@@ -1,0 +1,151 @@
+"""Words lie where they are said, over windows and lines; a pair that fails stops no other."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from stapes.errors import AudioError, UsageError
+from stapes.inference.ctc_alignment import align_pairs, align_recording, segment_texts
+from stapes.progress import Silent
+from stapes.text.ctc_tokenizer import CTCTokenizer
+
+HOP = 320
+LETTERS = CTCTokenizer(
+    {"<pad>": 0, "<unk>": 1, "|": 2, "'": 3, **{c: 4 + n for n, c in enumerate("ABCDEFGHIJKLMNOPQRSTUVWXYZ")}}
+)
+
+
+class Nothing:
+    def feed(self, pcm: np.ndarray) -> None: ...
+
+    def cut(self) -> None: ...
+
+    def result(self) -> None: ...
+
+
+class Reader:
+    """A `CTCModel` for recordings that `sound` made: it reads the label that each frame's samples say."""
+
+    tokenizer, device = LETTERS, torch.device("cpu")
+    hop, window, context = HOP, 40 * HOP, 4 * HOP
+
+    def __init__(self, *languages: str) -> None:
+        self.lock = threading.Lock()
+        self.languages = languages
+
+    def frame_count(self, samples: int) -> int:
+        return samples // HOP
+
+    def meter(self) -> Nothing:
+        return Nothing()
+
+    def tokenizer_for(self, language: str | None) -> CTCTokenizer:
+        if language is not None:
+            raise UsageError(f"it knows no {language}")
+        return LETTERS
+
+    def set_language(self, language: str | None) -> None: ...
+
+    def __call__(self, waveform: torch.Tensor, lengths: torch.Tensor, measured: Any = None) -> Any:
+        frames = waveform.unfold(1, HOP, HOP).mean(dim=2)
+        labels = (frames * 64).round().long()
+        return 9.0 * torch.nn.functional.one_hot(labels, LETTERS.size).float(), lengths // HOP
+
+
+def sound(text: str) -> np.ndarray:
+    """A frame a letter; ``.`` is a blank."""
+    labels = [0 if letter == "." else LETTERS.vocabulary[letter] for letter in text]
+    return np.repeat(np.array(labels, dtype=np.float32) / 64, HOP)
+
+
+SAID = "..H.EL.LO..|.YOU" + "." * 50 + "H.OW..|A.R.E|..YOU..." + "." * 30 + "B.Y.E.."
+
+
+def align(text: str, said: str = SAID, **settings: Any) -> Any:
+    return align_recording(Reader(), sound(said), text, Silent(), sample_rate=16_000, **settings)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_words_lie_where_they_are_said(batch: int) -> None:
+    found = align("Hello you!\n\nHow are you?\nBye.", batch=batch)
+    assert [segment.text for segment in found.segments] == [" Hello you!", " How are you?", " Bye."]
+    assert found.text == "Hello you! How are you? Bye."
+    words = [word for segment in found.segments for word in segment.words]
+    spans = [SAID[round(word.start * 50) : round(word.end * 50)].replace(".", "") for word in words]
+    assert spans == ["HELLO", "YOU", "HOW", "ARE", "YOU", "BYE"]
+    assert min(word.probability for word in words) > 0.9
+    for segment in found.segments:
+        assert (segment.start, segment.end) == (segment.words[0].start, segment.words[-1].end)
+        assert (
+            LETTERS.decode(segment.tokens)
+            == "".join(c for c in segment.text.upper() if c.isalpha() or c == " ").strip()
+        )
+    assert found.duration == pytest.approx(len(SAID) / 50)
+
+
+def test_one_line_is_cut_into_sentences() -> None:
+    assert segment_texts("Hello you! How are… you?\n") == ["Hello you!", "How are…", "you?"]
+    assert segment_texts("a. b\nc") == ["a. b", "c"]
+    assert segment_texts("你好。吗？") == ["你好。", "吗？"]
+    assert [segment.text for segment in align("Hello you! How are you? Bye.").segments] == [
+        " Hello you!",
+        " How are you?",
+        " Bye.",
+    ]
+
+
+def test_lines_of_what_is_not_said_and_words_that_cannot_be_written() -> None:
+    found = align("—\nHello 2U!\n* * *\nHow are you? [laughs]\n\nBye.")
+    assert "".join(segment.text for segment in found.segments).split() == [
+        "—",
+        "Hello",
+        "2U!",
+        "*",
+        "*",
+        "*",
+        "How",
+        "are",
+        "you?",
+        "[laughs]",
+        "Bye.",
+    ]
+    assert [segment.text for segment in found.segments] == [" — Hello 2U!", " * * *", " How are you? [laughs]", " Bye."]
+
+
+def test_speech_around_the_text_is_left_to_open_ends() -> None:
+    (segment,) = align("How are you", open_ends=True).segments
+    assert SAID[round(segment.start * 50) : round(segment.end * 50)].replace(".", "") == "HOW|ARE|YOU"
+
+
+def test_a_pair_that_fails_stops_no_other(tmp_path: Path) -> None:
+    (tmp_path / "hello.txt").write_text("hello you", encoding="utf-8")
+    (tmp_path / "bytes.txt").write_bytes(b"\xff\xfe\xfd")
+    pairs = [
+        (sound("H.I"), "hi there, much too long"),
+        (sound("..HEL.LO|YOU."), tmp_path / "hello.txt"),
+        (sound("H.I"), tmp_path / "none.txt"),
+        (sound("H.I"), tmp_path / "bytes.txt"),
+        (sound("H.I"), " — "),
+        (sound("H.I"), "hi"),
+    ]
+    found = list(align_pairs(Reader(), pairs, Silent(), sample_rate=16_000))
+    wanted = ["recording has 3", None, "none.txt", "no UTF-8", "no words", None]
+    for transcript, message in zip(found, wanted, strict=True):
+        assert transcript.error is None if message is None else message in str(transcript.error), transcript.error
+    assert [word.word for word in found[1].segments[0].words] == [" hello", " you"]
+    (found,) = align_pairs(Reader(), [(tmp_path / "none.wav", "hello")], Silent())
+    assert "none.wav" in str(found.error)
+    assert found.path == str(tmp_path / "none.wav")
+    with pytest.raises(AudioError, match=r"none\.wav"):
+        list(align_pairs(Reader(), [(tmp_path / "none.wav", "hello")], Silent(), errors="raise"))
+
+
+def test_an_unknown_language_is_an_error_of_its_own() -> None:
+    with pytest.raises(UsageError, match="knows no xx"):
+        list(align_pairs(Reader("en"), [(sound("H.I"), "hi")], Silent(), language="xx"))
