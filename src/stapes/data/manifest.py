@@ -22,7 +22,6 @@ import numpy as np
 from stapes.data.seeds import key_of
 from stapes.errors import UsageError
 
-
 AUDIO_FOLDER = "audio"
 """Where `stapes prepare --convert` puts its copies, beside the manifests."""
 
