@@ -31,7 +31,7 @@ def prepare(
     The same command goes on after an interruption, and measures only what is new. A recording that is broken stops
     nothing.
 
-    Examples:
+    For example:
 
         stapes prepare folder recordings/ data/mine --split train=0.9,dev=0.1
         stapes prepare librispeech LibriSpeech/ data/librispeech
