@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fakes import FakeDetector, FakeEngine, fake_recognizer
+from fakes import FakeDetector, FakeEngine, fake_recognizer, living_workers
 
 import stapes
 from ctc_models import LETTERS, VOCABULARIES, babble, config, network, save, save_languages
@@ -28,6 +28,7 @@ from stapes.inference.gpu_ctc import GpuCtcEncoder
 from stapes.inference.torch_ctc import TorchCTCEngine
 from stapes.models.wav2vec2 import Wav2Vec2
 from stapes.models.waveform import normalize_waveform
+from stapes.progress import Silent
 from stapes.recognizer import Recognizer
 from stapes.text.ctc_tokenizer import CTCTokenizer
 
@@ -362,6 +363,36 @@ def test_a_bad_input_stops_no_other(tmp_path: Path) -> None:
     assert {name for name, transcript in results.items() if transcript.error} == {"bad.wav", "missing.wav"}
     assert all(results[f"{seed}.wav"].text for seed in range(3))
     assert results["short.wav"].text == ""
+
+
+def test_progress_is_all_of_it_and_what_is_cancelled_leaves_the_recogniser_usable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ctc_recording, "HELD", 2 * SECOND)
+
+    class Seconds(Silent):
+        total = done = 0.0
+
+        def add_total(self, seconds: float) -> None:
+            self.total += seconds
+
+        def advance(self, seconds: float) -> None:
+            self.done += seconds
+
+    save(tmp_path / "model", "group")
+    clips = [babble(seconds, seed) for seed, seconds in enumerate((0.5, 3, 9, 1, 5))]
+    progress = Seconds()
+    with load(tmp_path / "model") as recognizer:
+        _shorten_windows(recognizer)
+        texts = {t.duration: t.text for t in recognizer.transcribe_many(clips, sample_rate=SECOND, progress=progress)}
+        assert progress.total == pytest.approx(18.5)
+        assert progress.done == pytest.approx(18.5)
+        for _ in range(3):
+            unfinished: Any = recognizer.transcribe_many(clips * 3, sample_rate=SECOND)
+            next(unfinished)
+            unfinished.close()
+        assert {t.duration: t.text for t in recognizer.transcribe_many(clips, sample_rate=SECOND)} == texts
+    assert not living_workers()
 
 
 def test_a_network_that_gives_no_numbers_is_named(tmp_path: Path) -> None:
