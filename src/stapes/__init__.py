@@ -17,15 +17,16 @@ if TYPE_CHECKING:
     from stapes.errors import StapesError
     from stapes.options import TranscribeOptions
     from stapes.recognizer import Recognizer, load
-    from stapes.transcript import Segment, Transcript, Word
+    from stapes.transcript import Alternative, Segment, Transcript, Word
 
-__all__ = ["Recognizer", "Segment", "StapesError", "TranscribeOptions", "Transcript", "Word", "load"]
+__all__ = ["Alternative", "Recognizer", "Segment", "StapesError", "TranscribeOptions", "Transcript", "Word", "load"]
 
 _HOMES = {
     "Recognizer": "stapes.recognizer",
     "load": "stapes.recognizer",
     "StapesError": "stapes.errors",
     "TranscribeOptions": "stapes.options",
+    "Alternative": "stapes.transcript",
     "Segment": "stapes.transcript",
     "Transcript": "stapes.transcript",
     "Word": "stapes.transcript",

@@ -70,8 +70,8 @@ def load(
     """Load a model.
 
     model: a name (``stapes models`` lists them), a Hugging Face id, a folder or a ``.pt`` file; None chooses for the
-    device, ``task`` and ``language``, which also chooses among the adapters of MMS. threads: CPU threads of PyTorch. batch_size: windows decoded together. max_vram:
-    the most GPU memory to use, such as ``"6GB"``.
+    device, ``task`` and ``language``, which also chooses among the adapters of MMS. threads: CPU threads of PyTorch.
+    batch_size: windows decoded together. max_vram: the most GPU memory to use, such as ``"6GB"``.
     Raises ModelError, DeviceError and UsageError.
     """
     progress = progress or Silent()
