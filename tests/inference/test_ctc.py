@@ -116,13 +116,16 @@ def test_the_text_is_that_of_transformers(tmp_path: Path, norm: str) -> None:
     assert text == " ".join(expected.split())
 
 
-@pytest.mark.parametrize("norm", ["layer", "group"])
-def test_windows_say_what_the_whole_says_where_nothing_looks_farther_than_the_overlap(norm: str) -> None:
+@pytest.mark.parametrize(("norm", "downsampling"), [("layer", 0), ("group", 0), ("layer", 1)])
+def test_windows_say_what_the_whole_says_where_nothing_looks_farther_than_the_overlap(
+    norm: str, downsampling: int
+) -> None:
     # Without attention a frame sees 16 frames of the positional convolution: seams must not show at all, nor must it
     # show that each window was normalised without the others being there.
-    model = made(norm, layers=0)
+    model = made(norm, layers=0, downsampling_layers=downsampling)
     pcm = babble(17.3) * np.linspace(0.1, 2, round(17.3 * SECOND), dtype=np.float32)
     emissions = Emissions(model, pcm, sample_rate=SECOND, batch=2)
+    assert model.network is not None
     expected = whole(model.network, pcm).log_softmax(-1)
     windows = list(emissions)
     assert len(windows) > 5

@@ -35,8 +35,9 @@ _FILL = 2 / 3
 _CALLS = 2
 """Calls of `encode` whose windows may be in slots: one that the device works at and one behind it."""
 
-
 _MOST_SECONDS = 480.0
+"""32 recordings of 15 s."""
+
 _VALUES_PER_SECOND = 4 * 3200 * 512
 """Values that a second of sound is at its widest, behind the first convolution (512 channels, every fifth sample), as
 many times as they may be in memory at once."""
