@@ -28,7 +28,6 @@ from stapes.devices.memory import save_gpu_memory
 from stapes.errors import ModelError, UsageError
 from stapes.inference.ctc_alignment import align_pairs
 from stapes.inference.ctc_family import CTCFamily
-from stapes.inference.ctc_model import CTCModel
 from stapes.inference.ctc_open import CTC_KINDS, open_ctc
 from stapes.inference.family import Family
 from stapes.inference.gpu_whisper import GpuWhisperEngine
@@ -301,8 +300,8 @@ class Recognizer:
         """
         pairs = [(audio, text)]
         settings = {"language": language, "open_ends": open_ends, "channels": channels, "sample_rate": sample_rate}
-        (transcript,) = align_pairs(self._ctc_model(), pairs, progress or Silent(), errors="raise", **settings)
-        return replace(transcript, model=self.name)
+        (transcript,) = self._align(pairs, progress, errors="raise", **settings)
+        return transcript
 
     def align_many(
         self,
@@ -315,16 +314,19 @@ class Recognizer:
     ) -> Iterator[Transcript]:
         """`align` for many recordings, one after another: one that fails is yielded with ``error`` set."""
         settings = {"language": language, "open_ends": open_ends, "channels": channels}
-        for transcript in align_pairs(self._ctc_model(), pairs, progress or Silent(), **settings):
-            yield replace(transcript, model=self.name)
+        yield from self._align(pairs, progress, **settings)
 
-    def _ctc_model(self) -> CTCModel:
+    def _align(
+        self, pairs: Iterable[tuple[AudioSource, str | Path]], progress: Progress | None, **settings: Any
+    ) -> Iterator[Transcript]:
         if not isinstance(self.family, CTCFamily):
             raise UsageError(
                 f"{self.name} is no CTC model and cannot align a text that is given: use one such as wav2vec 2.0, or "
                 "`transcribe` with word timestamps"
             )
-        return self.family.model
+        settings["batch"] = 1 if self.device.backend == "cpu" else 8
+        for transcript in align_pairs(self.family.model, pairs, progress or Silent(), **settings):
+            yield replace(transcript, model=self.name)
 
     def close(self) -> None:
         """Let go of the model and its memory. Calls that are not over fail with UsageError."""

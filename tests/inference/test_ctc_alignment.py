@@ -8,11 +8,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import soundfile
 import torch
 
+import stapes
+from ctc_models import babble, save
+from stapes.cli.main import main
 from stapes.errors import AudioError, UsageError
 from stapes.inference.ctc_alignment import align_pairs, align_recording, segment_texts
 from stapes.progress import Silent
+from stapes.recognizer import Recognizer
 from stapes.text.ctc_tokenizer import CTCTokenizer
 
 HOP = 320
@@ -149,3 +154,57 @@ def test_a_pair_that_fails_stops_no_other(tmp_path: Path) -> None:
 def test_an_unknown_language_is_an_error_of_its_own() -> None:
     with pytest.raises(UsageError, match="knows no xx"):
         list(align_pairs(Reader("en"), [(sound("H.I"), "hi")], Silent(), language="xx"))
+
+
+def test_the_text_that_a_model_writes_lies_where_it_wrote_it(tmp_path: Path) -> None:
+    """The likeliest path says it: no alignment of this text is likelier. In one window and in several."""
+    save(tmp_path / "model")
+    with stapes.load(tmp_path / "model", device="cpu", precision="fp32") as recognizer:
+        for seconds in (3, 40):
+            pcm = babble(seconds, seed=seconds)
+            progress = Counted()
+            heard = recognizer.transcribe(pcm, sample_rate=16_000, word_timestamps=True, vad=False)
+            wanted = [word for segment in heard.segments for word in segment.words or []]
+            found = recognizer.align(pcm, heard.text, sample_rate=16_000, progress=progress)
+            words = [word for segment in found.segments for word in segment.words or []]
+            assert wanted
+            assert [word.word for word in words] == [word.word for word in wanted]
+            for word, other in zip(words, wanted, strict=True):
+                assert (word.start, word.end) == pytest.approx((other.start, other.end), abs=1e-6)
+                assert word.probability == pytest.approx(other.probability, abs=1e-3)
+            assert (progress.total, progress.done) == pytest.approx((seconds, seconds))
+            assert found.model == "model"
+
+
+class Counted(Silent):
+    def __init__(self) -> None:
+        self.total = self.done = 0.0
+
+    def add_total(self, seconds: float) -> None:
+        self.total += seconds
+
+    def advance(self, seconds: float) -> None:
+        self.done += seconds
+
+
+def test_from_the_command_line_to_a_textgrid(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save(tmp_path / "model")
+    for name, text in (("a", "abba feed"), ("b", "cab " * 400)):
+        soundfile.write(tmp_path / f"{name}.wav", babble(2, seed=ord(name)), 16_000)
+        (tmp_path / f"{name}.txt").write_text(text)
+    model = ["--model", str(tmp_path / "model"), "--device", "cpu"]
+    assert main(["align", str(tmp_path), *model, "-o", str(tmp_path / "out"), "-f", "textgrid,json"]) == 1
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"a.TextGrid", "a.json"}
+    assert 'text = "abba"' in (tmp_path / "out" / "a.TextGrid").read_text()
+    assert "the text is not of this recording" in capsys.readouterr().err
+    assert main(["align", str(tmp_path / "a.wav"), str(tmp_path / "a.txt"), *model, "--language", "en"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[4] for line in lines] == ["abba", "feed"]
+    assert all(0.0 <= float(line.split()[2]) <= 2.0 for line in lines)
+
+
+def test_a_model_of_another_kind_is_refused_by_name() -> None:
+    recognizer = Recognizer.__new__(Recognizer)
+    recognizer.family, recognizer.name = object(), "base"  # type: ignore[assignment]
+    with pytest.raises(UsageError, match="base is no CTC model"):
+        recognizer.align(sound("H.I"), "hi", sample_rate=16_000)
