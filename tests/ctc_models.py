@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,13 @@ import numpy as np
 import torch
 from torch import nn
 
+import stapes
 from stapes.checkpoints.wav2vec2 import Wav2Vec2Checkpoint, save_wav2vec2
 from stapes.checkpoints.wav2vec2_names import is_language_weight
+from stapes.decoding.ctc import CTCToken, greedy
 from stapes.models.wav2vec2 import Wav2Vec2, Wav2Vec2Config
+from stapes.models.waveform import normalize_waveform
+from stapes.recognizer import Recognizer
 from stapes.text.ctc_tokenizer import CTCTokenizer
 
 LETTERS = {token: id for id, token in enumerate(["<pad>", "<s>", "</s>", "<unk>", "|", *"ABCDEFGHIJ"])}
@@ -106,3 +111,25 @@ def babble(seconds: float, seed: int = 0) -> np.ndarray:
         piece = np.sin(2 * np.pi * pitch * time) + 0.5 * rng.standard_normal(len(time))
         out[start : start + len(time)] = loudness * piece
     return out + np.float32(0.05)
+
+
+@torch.inference_mode()
+def whole(model: Wav2Vec2, pcm: np.ndarray, normalize: bool = True) -> torch.Tensor:
+    """Logits of a whole recording, the plain way: (frames, vocabulary)."""
+    waveform = torch.from_numpy(pcm)[None]
+    return model(normalize_waveform(waveform) if normalize else waveform)[0][0]
+
+
+def said(logits: torch.Tensor) -> list[CTCToken]:
+    """The tokens of logits (frames, vocabulary)."""
+    return greedy(logits[None], [len(logits)], 0)[0]
+
+
+def text_of(tokens: Sequence[CTCToken], vocabulary: Mapping[str, int] = LETTERS) -> str:
+    """What tokens say."""
+    return " ".join(CTCTokenizer(vocabulary).decode([token.id for token in tokens]).split())
+
+
+def load(folder: Path, **options: Any) -> Recognizer:
+    """The recogniser of a folder, on the CPU."""
+    return stapes.load(folder, device="cpu", precision="fp32", **options)
