@@ -161,7 +161,7 @@ class PrefixBeamSearch:
         if can_launch(device) and log_probs.dtype == torch.float32:
             tables = [table for fusion in self.fusions if (table := fusion.table()) is not None]
             columns = min(count + 1, log_probs.shape[2])
-            if len(tables) == len(self.fusions) and can_search(self.beam_size, columns, tables):
+            if len(tables) == len(self.fusions) and can_search(device, self.beam_size, columns, tables):
                 launch = partial(self._launch, state, log_probs, allowed, count, lengths, tables)
                 launch_or("ctc_beam", device, launch, reference)
                 return

@@ -27,9 +27,10 @@ from stapes.kernels.targets import CompileCase, Target, target_of
 if TYPE_CHECKING:
     import triton.language as tl
 
-LARGEST = 2048
-"""Prefixes × tokens that are compared at once, both rounded up to powers of two."""
 MOST_TABLES = 2
+_LARGEST = 4096
+"""Prefixes × tokens that are compared at once, both rounded up to powers of two; half of it on CDNA, which has fewer
+scalar registers."""
 
 
 _FACTOR = 0x9E3779B97F4A7C15 - (1 << 64)
@@ -289,13 +290,13 @@ def _ctc_beam_trace(history_ptr, at_ptr, out_ptr, frames, beam, best, BEST: tl.c
     tl.store(at_ptr + row * best + n, place, mask=wanted)
 
 
-def can_search(beam: int, columns: int, tables: Sequence[Table]) -> bool:
+def can_search(device: torch.device, beam: int, columns: int, tables: Sequence[Table]) -> bool:
     """Whether the kernel takes a beam of this size, so many columns of candidates and these tables.
 
     There is a column for each token, one of which may be the blank; it or another one is for staying.
     """
-    words = sum(isinstance(table, WordTable) for table in tables)
-    return _power(beam) * _power(columns) <= LARGEST and len(tables) <= MOST_TABLES and words <= 1
+    size, words = _power(beam) * _power(columns), sum(isinstance(table, WordTable) for table in tables)
+    return size <= _largest(target_of(device)) and len(tables) <= MOST_TABLES and words <= 1
 
 
 def launch_beam(
@@ -400,10 +401,16 @@ def _power(count: int) -> int:
     return 1 << (count - 1).bit_length()
 
 
+def _largest(target: Target | None) -> int:
+    return _LARGEST // 2 if target is None or target.family == "cdna" else _LARGEST
+
+
 def _warps(size: int, target: Target | None) -> int:
-    """Four numbers a lane on AMD, eight on NVIDIA, or more: what spills no registers."""
-    most, each = (4, 256) if target is not None and not target.is_amd else (8, 128)
-    return max(1, min(most, size // each))
+    """What spills no registers."""
+    many = size > _LARGEST // 2
+    if target is not None and target.family == "cuda":
+        return max(1, min(8 if many else 4, size // 256))
+    return max(1, min(16 if many else 8, size // 128))
 
 
 def _constants(beam: int, columns: int, automata: int, words: bool) -> dict[str, Any]:
@@ -428,16 +435,18 @@ _TYPES = {
 
 
 def compile_cases(target: Target) -> list[CompileCase]:
-    """A beam of 32 over letters, with each kind of tables; the largest; the way back."""
+    """A beam of 32 over letters, with each kind of tables; larger ones; the way back."""
     searches = {
         "ctc_beam": _constants(32, 32, 0, False),
         "ctc_beam words": _constants(32, 32, 0, True),
         "ctc_beam words, automaton": _constants(32, 32, 1, True),
         "ctc_beam two automata": _constants(32, 32, 2, False),
-        "ctc_beam 64 words, automaton": _constants(64, 32, 1, True),
     }
+    for beam in (64, 128):
+        if beam * 32 <= _largest(target):
+            searches[f"ctc_beam {beam} words, automaton"] = _constants(beam, 32, 1, True)
     cases = [
-        _case(name, _ctc_beam, constants, _warps(constants["BEAM"] * 32, target))
+        _case(name, _ctc_beam, constants, _warps(constants["BEAM"] * constants["COLUMNS"], target))
         for name, constants in searches.items()
     ]
     return [*cases, _case("ctc_beam_trace", _ctc_beam_trace, {"BEST": 1}, 1)]
