@@ -17,7 +17,7 @@ from stapes.decoding.ctc_fusion import Hotwords, TokenNGram, WordNGram
 from stapes.decoding.ngram import NGramModel, read_arpa
 from stapes.decoding.ngram_estimate import estimate, write_arpa
 from stapes.kernels import ctc_viterbi
-from stapes.kernels.ctc_viterbi import launch_viterbi, viterbi_reference
+from stapes.kernels.ctc_viterbi import launch_trace, launch_viterbi, trace_reference, viterbi_reference
 from stapes.text.ctc_tokenizer import CTCTokenizer
 
 LETTERS = CTCTokenizer({"<pad>": 0, "|": 1, "A": 2, "B": 3}, unknown=None, start=None, end=None)
@@ -102,3 +102,13 @@ def test_viterbi(states: int, keep: bool, monkeypatch: pytest.MonkeyPatch) -> No
         given = (begin, emissions, [8, 5, 2], labels, skip, stretch, keep)
         for mine, theirs in zip(launch_viterbi(*given), viterbi_reference(*given), strict=True):
             assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("paths", [1, 200])
+@pytest.mark.parametrize("keep", [False, True])
+def test_paths_back(paths: int, keep: bool) -> None:
+    draw = torch.Generator().manual_seed(paths)
+    choices = torch.randint(3, (7, 2, 40), generator=draw, dtype=torch.uint8)
+    places = torch.randint(14, 40, (2, paths), generator=draw, dtype=torch.int32)
+    for mine, theirs in zip(launch_trace(choices, places, keep), trace_reference(choices, places, keep), strict=True):
+        assert torch.equal(mine, theirs)

@@ -26,7 +26,7 @@ from torch import Tensor
 from stapes.decoding.ctc import CTCToken
 from stapes.decoding.spelling import WILDCARD, SpeltText
 from stapes.errors import ModelError, UsageError
-from stapes.kernels.ctc_viterbi import viterbi
+from stapes.kernels.ctc_viterbi import trace, viterbi
 from stapes.models.ctc_loss import frames_needed
 from stapes.transcript import Word
 
@@ -177,7 +177,9 @@ def _best_paths(emissions: Tensor, lengths: Sequence[int], states: _States) -> N
         last, choices = viterbi(band[0], emissions, lengths, band[1], band[2], stretch, keep=True)
         if start == starts[-1]:
             end = _likelier_end(last.cpu().numpy(), end, low)
-        end = _trace(path[:, stretch.start : stretch.stop], end - low, choices.cpu().numpy(), low)
+        places, before = trace(choices, torch.from_numpy(end - low).to(choices.device)[:, None])
+        path[:, stretch.start : stretch.stop] = places[:, :, 0].cpu().numpy() + low[:, None]
+        end = before[:, 0].cpu().numpy() + low
     return path
 
 
@@ -188,17 +190,6 @@ def _likelier_end(scores: NDArray[np.floating], end: NDArray[np.int64], low: NDA
         raise ModelError("the model's output is not a number: use another precision, or another model")
     token = scores[rows, np.maximum(end - low - 1, 0)]
     return np.where((end > 0) & (token > scores[rows, end - low]), end - 1, end)
-
-
-def _trace(
-    path: NDArray[np.int64], place: NDArray[np.int64], choices: NDArray[np.uint8], low: NDArray[np.int64]
-) -> NDArray[np.int64]:
-    """Fill ``path`` (batch, frames) from its end; returns the states before its first frame."""
-    rows = np.arange(len(place))
-    for frame in range(len(choices) - 1, -1, -1):
-        path[:, frame] = place + low
-        place = place - choices[frame, rows, place]
-    return place + low
 
 
 def _tokens(path: NDArray[np.int64], scores: NDArray[np.float64], ids: Sequence[int]) -> list[CTCToken]:

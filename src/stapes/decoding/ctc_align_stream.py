@@ -25,7 +25,7 @@ from stapes.decoding.ctc import CTCToken
 from stapes.decoding.ctc_align import Alignment, check_text, finite_emissions, states_of
 from stapes.decoding.spelling import WILDCARD
 from stapes.errors import ModelError, UsageError
-from stapes.kernels.ctc_viterbi import viterbi
+from stapes.kernels.ctc_viterbi import trace, viterbi
 from stapes.models.ctc_loss import frames_needed
 
 BAND = 4096
@@ -215,24 +215,27 @@ class _Search:
         """Follow the path to the state ``place`` back, and those to ``others`` until they meet."""
         margin = self._width // 8
         path = np.empty(self._frames, dtype=np.int64)
-        agreed = 0
+        agreed = self._frames if len(others) == 1 else 0
         while kept:
             start, low, begin = kept.pop()
-            others = np.unique(others)
-            # Only states from which these can be reached; before the paths have met it is one of them.
-            most = int(others[-1]) + 1 if not agreed else place + 1
-            least = max(low, (int(others[0]) if not agreed else place) - 2 * self._stride)
-            _, decisions = self._stretch(start, least, begin[:, least - low : most - low], keep=True)
-            choices = decisions[:, 0].cpu().numpy()
-            for number in range(len(choices) - 1, -1, -1):
-                path[start + number] = place
-                if not agreed:
-                    if (others == place).all():
-                        agreed = start + number + 1
-                    others = others - choices[number, others - least]
-                place -= int(choices[number, place - least])
-            ours = path[start : start + len(choices)]
+            # Only states from which these can be reached.
+            least = max(low, min(place, int(others[0])) - 2 * self._stride)
+            most = max(place, int(others[-1])) + 1
+            _, choices = self._stretch(start, least, begin[:, least - low : most - low], keep=True)
+            ours, before = trace(choices, self._places([place], least))
+            found = ours[0, :, 0].cpu().numpy().astype(np.int64) + least
+            path[start : start + len(found)] = found
+            place = int(before[0, 0]) + least
+            if agreed:
+                others = np.array([place])
+            else:
+                _, all_before = trace(choices, self._places(others, least), keep=False)
+                others = np.unique(all_before.cpu().numpy().astype(np.int64)) + least
+                agreed = start if len(others) == 1 else 0
             above = low + self._width - margin
-            if (low and ours.min() < low + margin) or (low + self._width < self._count and ours.max() >= above):
+            if (low and found.min() < low + margin) or (low + self._width < self._count and found.max() >= above):
                 return None
         return path + self._first, agreed
+
+    def _places(self, states: Sequence[int] | NDArray[np.int64], least: int) -> Tensor:
+        return torch.from_numpy(np.asarray(states, dtype=np.int32) - np.int32(least)).to(self._emissions.device)[None]

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -149,13 +150,76 @@ def _ctc_viterbi(
         tl.debug_barrier()
 
 
+def trace(choices: Tensor, places: Tensor, keep: bool = True) -> tuple[Tensor, Tensor]:
+    """Follow paths back through the decisions of `viterbi`.
+
+    places: (batch, paths) int32, the states in the last frame. Returns the state in each frame, (batch, frames, paths)
+    int32 (nothing without ``keep``), and the states before the first frame, (batch, paths).
+    """
+    return launch_or(
+        "ctc_viterbi_trace",
+        choices.device,
+        lambda: launch_trace(choices, places, keep),
+        lambda: trace_reference(choices, places, keep),
+    )
+
+
+def trace_reference(choices: Tensor, places: Tensor, keep: bool = True) -> tuple[Tensor, Tensor]:
+    """`trace` on the host."""
+    table, at = choices.cpu().numpy(), places.cpu().numpy().astype(np.int32)
+    frames, rows, _ = table.shape
+    path = np.empty((rows, frames if keep else 0, at.shape[1]), dtype=np.int32)
+    row = np.arange(rows)[:, None]
+    for frame in range(frames - 1, -1, -1):
+        if keep:
+            path[:, frame] = at
+        at = at - table[frame, row, at]
+    return torch.from_numpy(path).to(choices.device), torch.from_numpy(at).to(choices.device)
+
+
+def launch_trace(choices: Tensor, places: Tensor, keep: bool = True) -> tuple[Tensor, Tensor]:
+    """`trace` by the kernel."""
+    frames, rows, states = choices.shape
+    count = places.shape[1]
+    at = places.to(torch.int32, copy=True).contiguous()
+    path = torch.empty((rows, frames if keep else 0, count), dtype=torch.int32, device=choices.device)
+    block = min(128, 1 << (count - 1).bit_length())
+    grid = (rows, -(-count // block))
+    _ctc_viterbi_trace[grid](choices, at, path, frames, rows, states, count, KEEP=keep, BLOCK=block, num_warps=1)
+    return path, at
+
+
+@kernel
+def _ctc_viterbi_trace(
+    choices_ptr, at_ptr, path_ptr, frames, rows, states, count, KEEP: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Some paths of one recording."""
+    row = tl.program_id(0)
+    each = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = each < count
+    place = tl.load(at_ptr + row * count + each, mask=inside, other=0)
+    for step in tl.range(0, frames, num_stages=1):  # pyright: ignore[reportGeneralTypeIssues]
+        frame = frames - 1 - step
+        if KEEP:
+            tl.store(path_ptr + (row * frames + frame).to(tl.int64) * count + each, place, mask=inside)
+        choice = choices_ptr + (frame * rows + row).to(tl.int64) * states + place
+        place -= tl.load(choice, mask=inside, other=0).to(tl.int32)
+    tl.store(at_ptr + row * count + each, place, mask=inside)
+
+
 def compile_cases(target: Target) -> list[CompileCase]:
-    """With and without decisions."""
+    """With and without decisions; the way back of one path and of many."""
     del target  # the same everywhere
     pointers = dict.fromkeys(("scores_ptr", "emissions_ptr", "skip_ptr"), "*fp32")
     pointers |= {"labels_ptr": "*i32", "steps_ptr": "*i32", "choices_ptr": "*u8"}
     numbers = dict.fromkeys(("rows", "count", "frames", "size", "first"), "i32")
-    return [
+    cases = [
         CompileCase(name, "fp32", _ctc_viterbi, {**pointers, **numbers}, {"KEEP": keep, "BLOCK": _BLOCK}, warps=8)
         for name, keep in (("ctc_viterbi", False), ("ctc_viterbi choices", True))
+    ]
+    back = {"choices_ptr": "*u8", "at_ptr": "*i32", "path_ptr": "*i32"}
+    back |= dict.fromkeys(("frames", "rows", "states", "count"), "i32")
+    return cases + [
+        CompileCase(name, "fp32", _ctc_viterbi_trace, back, {"KEEP": keep, "BLOCK": block}, warps=1)
+        for name, keep, block in (("ctc_viterbi_trace", True, 1), ("ctc_viterbi_trace many", False, 128))
     ]
