@@ -15,7 +15,11 @@ from stapes.kernels.spectrum import launch_frames, spectrum_reference
 CPU = torch.device("cpu")
 WINDOW = torch.hann_window(FFT_SIZE)
 # One tile of each way to multiply; the interpreter is slow for small ones.
-MEL_TILES = [log_mel.Tile(64, 32, 4, "fp32"), log_mel.Tile(64, 32, 4, "bf16x3"), log_mel.Tile(32, 16, 4, "bf16x3")]
+MEL_TILES = [
+    log_mel.Tile(64, 32, 32, 4, "fp32"),
+    log_mel.Tile(64, 32, 32, 4, "bf16x3"),
+    log_mel.Tile(32, 64, 16, 4, "bf16x3"),
+]
 
 
 def sounds(samples: int) -> torch.Tensor:

@@ -1,8 +1,9 @@
 """Complex spectrum → power → mel → log → Whisper's normalisation, in one pass over the spectrum.
 
-The product with the filters is a small part of the work; what counts is how few instructions a frequency and a result
-cost. So the filters are rounded to halves beforehand, all of them have their sums side by side while the frequencies
-are walked through once, nothing is masked that can be clamped, and the logarithm is a polynomial.
+A filter of the mel scale covers a short run of frequencies, so the kernel works on blocks of filters and reads for each
+only the frequencies that they cover: the spectrum is read once (blocks share at most two frequencies), and of the
+products with the filters' zeros most are never computed. One block of all filters was tried: a third fewer
+instructions, and 1.4 times as long on an H200.
 
 The normalisation needs the loudest bin of a whole window before any value of it is final. The first pass writes values
 that are final but for the floor, 8 below the loudest in log10, and the least and greatest of each tile; the second pass
@@ -35,9 +36,10 @@ def log_mel_reference(spectrum: Tensor, filters: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Tile:
-    """Frames and frequencies that are worked on at once, and how the product with the filters is computed."""
+    """Frames, filters and frequencies of a block, and how the product with the filters is computed."""
 
     frames: int
+    filters: int
     frequencies: int
     warps: int
     way: str
@@ -47,19 +49,23 @@ class Tile:
 
 # fp32 is exact where matrix instructions take it (CDNA) and on plain cores (RDNA 2); elsewhere three products of parts.
 TILES: Mapping[str, Tile] = {
-    "cdna": Tile(64, 32, 4, "fp32"),
-    "rdna2": Tile(32, 16, 4, "fp32"),
-    "rdna3": Tile(32, 16, 4, "bf16x3"),
-    "rdna4": Tile(32, 16, 4, "bf16x3"),
-    "cuda": Tile(64, 16, 4, "bf16x3", 4),
+    "cdna": Tile(64, 32, 32, 4, "fp32"),
+    "rdna2": Tile(32, 16, 16, 4, "fp32"),
+    "rdna3": Tile(32, 32, 16, 4, "bf16x3"),
+    "rdna4": Tile(32, 32, 16, 4, "bf16x3"),
+    "cuda": Tile(64, 32, 16, 4, "bf16x3", 3),
 }
 CANDIDATES = (
-    Tile(64, 16, 4, "bf16x3", 3),
-    Tile(64, 16, 4, "bf16x3", 5),
-    Tile(64, 32, 4, "bf16x3", 3),
-    Tile(128, 16, 4, "bf16x3", 3),
-    Tile(128, 16, 8, "bf16x3", 4),
-    Tile(32, 16, 4, "bf16x3", 4),
+    Tile(64, 32, 32, 4, "bf16x3", 3),
+    Tile(64, 32, 32, 4, "bf16x3", 2),
+    Tile(64, 32, 64, 4, "bf16x3", 2),
+    Tile(64, 16, 32, 4, "bf16x3", 2),
+    Tile(64, 16, 16, 4, "bf16x3", 3),
+    Tile(128, 32, 32, 8, "bf16x3", 2),
+    Tile(128, 16, 32, 8, "bf16x3", 3),
+    Tile(32, 32, 32, 2, "bf16x3", 3),
+    Tile(32, 16, 32, 2, "bf16x3", 3),
+    Tile(16, 32, 32, 1, "bf16x3", 3),
 )
 """Other tiles, for `stapes bench kernels --sweep` to try on the device that it runs on."""
 
@@ -74,6 +80,8 @@ class Filters:
     """(frequencies, bins), zeros behind; float32, or rounded to bf16."""
     low: Tensor
     """What rounding took off; empty where nothing is rounded."""
+    ranges: Tensor
+    """(blocks of filters, 2) int32: the first frequency that they cover, and how many blocks of frequencies."""
     tile: Tile
 
 
@@ -81,20 +89,20 @@ def prepare_filters(filters: Tensor, device: torch.device, tile: Tile | None = N
     """Lay (bins, frequencies) filters out for a device; ``tile`` in place of the one that suits its architecture."""
     tile = tile or tile_for(device)
     bins, frequencies = filters.shape
-    padded = torch.zeros(-(-frequencies // tile.frequencies) * tile.frequencies, sum(_columns(bins)))
+    blocks = -(-bins // tile.filters)
+    padded = torch.zeros(frequencies + tile.frequencies, blocks * tile.filters)
     padded[:frequencies, :bins] = filters.cpu().T
+    ranges = torch.zeros(blocks, 2, dtype=torch.int32)
+    for block, columns in enumerate(padded.split(tile.filters, dim=1)):
+        covered = columns.any(dim=1).nonzero()
+        if len(covered):
+            ranges[block, 0] = covered[0]
+            ranges[block, 1] = -(-(covered[-1] + 1 - covered[0]) // tile.frequencies)
     high, low = padded, torch.empty(0)
     if tile.way == "bf16x3":
         high = padded.bfloat16()
         low = (padded - high.float()).bfloat16()
-    return Filters(filters.to(device), high.to(device), low.to(device), tile)
-
-
-def _columns(bins: int) -> tuple[int, int]:
-    """Filters of two accumulators, whose widths must be powers of two of at least 16: 64 and 16 for 80; 128 and 0."""
-    first = max(16, 1 << (bins.bit_length() - 1))
-    rest = bins - first
-    return first, max(16, 1 << (rest - 1).bit_length()) if rest > 0 else 0
+    return Filters(filters.to(device), high.to(device), low.to(device), ranges.to(device), tile)
 
 
 def tile_for(device: torch.device) -> Tile:
@@ -115,11 +123,11 @@ def launch_log_mel(spectrum: Tensor, filters: Filters) -> Tensor:
     tiles = -(-frames // tile.frames)
     out = torch.empty(windows, bins, frames, device=spectrum.device)
     extremes = torch.empty(2, windows, tiles, device=spectrum.device)
-    first, rest = _columns(bins)
     _log_mel[(tiles, windows)](
         pairs,
         filters.high,
         filters.low,
+        filters.ranges,
         out,
         extremes[0],
         extremes[1],
@@ -129,9 +137,9 @@ def launch_log_mel(spectrum: Tensor, filters: Filters) -> Tensor:
         pairs.stride(0),
         pairs.stride(2),
         FRAMES=tile.frames,
-        FIRST=first,
-        REST=rest,
+        FILTERS=tile.filters,
         FREQUENCIES=tile.frequencies,
+        BLOCKS=len(filters.ranges),
         WAY=tile.way,
         WIDEN=is_interpreted(),
         STAGES=tile.stages,
@@ -166,9 +174,9 @@ def launch_floor(out: Tensor, extremes: Tensor, tile_frames: int) -> None:
 
 @kernel
 def _log_mel(
-    spectrum_ptr, high_ptr, low_ptr, out_ptr, least_ptr, greatest_ptr,
+    spectrum_ptr, high_ptr, low_ptr, ranges_ptr, out_ptr, least_ptr, greatest_ptr,
     frames, frequencies, bins, stride_window, stride_frame,
-    FRAMES: tl.constexpr, FIRST: tl.constexpr, REST: tl.constexpr, FREQUENCIES: tl.constexpr,
+    FRAMES: tl.constexpr, FILTERS: tl.constexpr, FREQUENCIES: tl.constexpr, BLOCKS: tl.constexpr,
     WAY: tl.constexpr, WIDEN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One tile of frames of one window: all filters, final but for the floor."""
@@ -176,32 +184,27 @@ def _log_mel(
     t = tile * FRAMES + tl.arange(0, FRAMES)
     # Behind the last frame and the last frequency others are read again: those filters are zero, those frames not kept.
     frame_ptr = spectrum_ptr + window.to(tl.int64) * stride_window + tl.minimum(t, frames - 1)[:, None] * stride_frame
-    first = tl.arange(0, FIRST)
-    mel = tl.zeros((FRAMES, FIRST), tl.float32)
-    rest = FIRST + tl.arange(0, REST if REST > 0 else 16)
-    more = tl.zeros((FRAMES, REST if REST > 0 else 16), tl.float32)
-    for part in tl.range(0, tl.cdiv(frequencies, FREQUENCIES), num_stages=STAGES):
-        f = part * FREQUENCIES + tl.arange(0, FREQUENCIES)
-        pair = tl.load(frame_ptr + tl.minimum(f, frequencies - 1)[None, :])
-        real = pair.to(tl.int32).to(tl.float32, bitcast=True)
-        imaginary = (pair >> 32).to(tl.int32).to(tl.float32, bitcast=True)
-        power = real * real + imaginary * imaginary
-        row = f[:, None] * (FIRST + REST)
-        mel = _add_product(power, high_ptr + row + first[None, :], low_ptr + row + first[None, :], mel, WAY, WIDEN)
-        if REST > 0:
-            more = _add_product(power, high_ptr + row + rest[None, :], low_ptr + row + rest[None, :], more, WAY, WIDEN)
     out_rows = out_ptr + window.to(tl.int64) * bins * frames + t[:, None]
-    is_frame = (t < frames)[:, None]
-    mel = _normalised(mel)
-    tl.store(out_rows + first[None, :] * frames, mel, mask=is_frame & (first < bins)[None, :])
+    column = tl.arange(0, FILTERS)
     # Of filters that are none, too: nothing is less than theirs, and then the second pass looks once more than it must.
-    least, greatest = tl.min(mel), tl.max(mel)
-    if REST > 0:
-        more = _normalised(more)
-        tl.store(out_rows + rest[None, :] * frames, more, mask=is_frame & (rest < bins)[None, :])
-        least, greatest = tl.minimum(least, tl.min(more)), tl.maximum(greatest, tl.max(more))
-    tl.store(least_ptr + window * tl.num_programs(0) + tile, least)
-    tl.store(greatest_ptr + window * tl.num_programs(0) + tile, greatest)
+    least = tl.full((FRAMES, FILTERS), float("inf"), tl.float32)
+    greatest = tl.full((FRAMES, FILTERS), float("-inf"), tl.float32)
+    for block in tl.static_range(BLOCKS):  # pyright: ignore[reportGeneralTypeIssues]
+        m = block * FILTERS + column
+        first, parts = tl.load(ranges_ptr + 2 * block), tl.load(ranges_ptr + 2 * block + 1)
+        mel = tl.zeros((FRAMES, FILTERS), tl.float32)
+        for part in tl.range(0, parts, num_stages=STAGES):
+            f = first + part * FREQUENCIES + tl.arange(0, FREQUENCIES)
+            pair = tl.load(frame_ptr + tl.minimum(f, frequencies - 1)[None, :])
+            real = pair.to(tl.int32).to(tl.float32, bitcast=True)
+            imaginary = (pair >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+            row = f[:, None] * (BLOCKS * FILTERS) + m[None, :]
+            mel = _add_product(real * real + imaginary * imaginary, high_ptr + row, low_ptr + row, mel, WAY, WIDEN)
+        mel = _normalised(mel)
+        tl.store(out_rows + m[None, :] * frames, mel, mask=(t < frames)[:, None] & (m < bins)[None, :])
+        least, greatest = tl.minimum(least, mel), tl.maximum(greatest, mel)
+    tl.store(least_ptr + window * tl.num_programs(0) + tile, tl.min(least))
+    tl.store(greatest_ptr + window * tl.num_programs(0) + tile, tl.max(greatest))
 
 
 @kernel
@@ -265,8 +268,8 @@ def compile_cases(target: Target) -> list[CompileCase]:
     """Both numbers of bins, and the floor."""
     tile = TILES[target.family]
     filters = "*fp32" if tile.way == "fp32" else "*bf16"
-    pointers = {"spectrum_ptr": "*i64", "high_ptr": filters, "low_ptr": filters, "out_ptr": "*fp32"}
-    pointers |= {"least_ptr": "*fp32", "greatest_ptr": "*fp32"}
+    pointers = {"spectrum_ptr": "*i64", "high_ptr": filters, "low_ptr": filters, "ranges_ptr": "*i32"}
+    pointers |= {"out_ptr": "*fp32", "least_ptr": "*fp32", "greatest_ptr": "*fp32"}
     numbers = dict.fromkeys(("frames", "frequencies", "bins", "stride_window", "stride_frame"), "i32")
     cases = [
         CompileCase(
@@ -276,9 +279,9 @@ def compile_cases(target: Target) -> list[CompileCase]:
             {**pointers, **numbers},
             {
                 "FRAMES": tile.frames,
-                "FIRST": _columns(bins)[0],
-                "REST": _columns(bins)[1],
+                "FILTERS": tile.filters,
                 "FREQUENCIES": tile.frequencies,
+                "BLOCKS": -(-bins // tile.filters),
                 "WAY": tile.way,
                 "WIDEN": False,
                 "STAGES": tile.stages,
