@@ -26,7 +26,7 @@ from stapes.devices import tuned
 from stapes.devices.backend import Device, choose_dtype, fp8_dtype, resolve
 from stapes.devices.memory import save_gpu_memory
 from stapes.errors import ModelError, UsageError
-from stapes.inference.ctc_alignment import align_pairs
+from stapes.inference.ctc_alignment import Aligner
 from stapes.inference.ctc_family import CTCFamily
 from stapes.inference.ctc_open import CTC_KINDS, open_ctc
 from stapes.inference.family import Family
@@ -298,10 +298,8 @@ class Recognizer:
         its time. open_ends: the recording may hold other speech before and after the text. Raises AudioError;
         UsageError where the model is no CTC model, or the text cannot be that of this recording.
         """
-        pairs = [(audio, text)]
         settings = {"language": language, "open_ends": open_ends, "channels": channels, "sample_rate": sample_rate}
-        (transcript,) = self._align(pairs, progress, errors="raise", **settings)
-        return transcript
+        return replace(self._aligner(progress, settings).align(audio, text), model=self.name)
 
     def align_many(
         self,
@@ -312,21 +310,19 @@ class Recognizer:
         channels: str = "mix",
         progress: Progress | None = None,
     ) -> Iterator[Transcript]:
-        """`align` for many recordings, one after another: one that fails is yielded with ``error`` set."""
+        """`align` for many recordings, in order: one that fails is yielded with ``error`` set."""
         settings = {"language": language, "open_ends": open_ends, "channels": channels}
-        yield from self._align(pairs, progress, **settings)
+        for transcript in self._aligner(progress, settings).align_many(pairs):
+            yield replace(transcript, model=self.name)
 
-    def _align(
-        self, pairs: Iterable[tuple[AudioSource, str | Path]], progress: Progress | None, **settings: Any
-    ) -> Iterator[Transcript]:
+    def _aligner(self, progress: Progress | None, settings: dict[str, Any]) -> Aligner:
         if not isinstance(self.family, CTCFamily):
             raise UsageError(
                 f"{self.name} is no CTC model and cannot align a text that is given: use one such as wav2vec 2.0, or "
                 "`transcribe` with word timestamps"
             )
-        settings["batch"] = 1 if self.device.backend == "cpu" else 8
-        for transcript in align_pairs(self.family.model, pairs, progress or Silent(), **settings):
-            yield replace(transcript, model=self.name)
+        batch = 1 if self.device.backend == "cpu" else 8
+        return Aligner(self.family.model, progress or Silent(), batch=batch, **settings)
 
     def close(self) -> None:
         """Let go of the model and its memory. Calls that are not over fail with UsageError."""

@@ -15,7 +15,8 @@ import stapes
 from ctc_models import babble, save
 from stapes.cli.main import main
 from stapes.errors import AudioError, UsageError
-from stapes.inference.ctc_alignment import align_pairs, align_recording, segment_texts
+from stapes.inference import ctc_alignment
+from stapes.inference.ctc_alignment import Aligner, segment_texts
 from stapes.progress import Silent
 from stapes.recognizer import Recognizer
 from stapes.text.ctc_tokenizer import CTCTokenizer
@@ -63,6 +64,17 @@ class Reader:
         return 9.0 * torch.nn.functional.one_hot(labels, LETTERS.size).float(), lengths // HOP
 
 
+class Counted(Silent):
+    def __init__(self) -> None:
+        self.total = self.done = 0.0
+
+    def add_total(self, seconds: float) -> None:
+        self.total += seconds
+
+    def advance(self, seconds: float) -> None:
+        self.done += seconds
+
+
 def sound(text: str) -> np.ndarray:
     """A frame a letter; ``.`` is a blank."""
     labels = [0 if letter == "." else LETTERS.vocabulary[letter] for letter in text]
@@ -73,7 +85,7 @@ SAID = "..H.EL.LO..|.YOU" + "." * 50 + "H.OW..|A.R.E|..YOU..." + "." * 30 + "B.Y
 
 
 def align(text: str, said: str = SAID, **settings: Any) -> Any:
-    return align_recording(Reader(), sound(said), text, Silent(), sample_rate=16_000, **settings)
+    return Aligner(Reader(), Silent(), sample_rate=16_000, **settings).align(sound(said), text)
 
 
 @pytest.mark.parametrize("batch", [1, 3])
@@ -128,7 +140,8 @@ def test_speech_around_the_text_is_left_to_open_ends() -> None:
     assert SAID[round(segment.start * 50) : round(segment.end * 50)].replace(".", "") == "HOW|ARE|YOU"
 
 
-def test_a_pair_that_fails_stops_no_other(tmp_path: Path) -> None:
+@pytest.mark.parametrize("batch", [1, 4])
+def test_a_pair_that_fails_stops_no_other(tmp_path: Path, batch: int) -> None:
     (tmp_path / "hello.txt").write_text("hello you", encoding="utf-8")
     (tmp_path / "bytes.txt").write_bytes(b"\xff\xfe\xfd")
     pairs = [
@@ -139,21 +152,45 @@ def test_a_pair_that_fails_stops_no_other(tmp_path: Path) -> None:
         (sound("H.I"), " — "),
         (sound("H.I"), "hi"),
     ]
-    found = list(align_pairs(Reader(), pairs, Silent(), sample_rate=16_000))
+    found = list(Aligner(Reader(), Silent(), batch=batch, sample_rate=16_000).align_many(pairs))
     wanted = ["recording has 3", None, "none.txt", "no UTF-8", "no words", None]
     for transcript, message in zip(found, wanted, strict=True):
         assert transcript.error is None if message is None else message in str(transcript.error), transcript.error
     assert [word.word for word in found[1].segments[0].words or []] == [" hello", " you"]
-    (found,) = align_pairs(Reader(), [(tmp_path / "none.wav", "hello")], Silent())
-    assert "none.wav" in str(found.error)
-    assert found.path == str(tmp_path / "none.wav")
+    aligner = Aligner(Reader(), Silent(), batch=batch)
+    (transcript,) = aligner.align_many([(tmp_path / "none.wav", "hello")])
+    assert "none.wav" in str(transcript.error)
+    assert transcript.path == str(tmp_path / "none.wav")
     with pytest.raises(AudioError, match=r"none\.wav"):
-        list(align_pairs(Reader(), [(tmp_path / "none.wav", "hello")], Silent(), errors="raise"))
+        aligner.align(tmp_path / "none.wav", "hello")
+
+
+def test_together_and_alone_are_the_same_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short recordings in batches, long ones in windows."""
+    monkeypatch.setattr(ctc_alignment, "_GROUP", 5)
+    monkeypatch.setattr(ctc_alignment, "_BATCH_SECONDS", 2)
+    texts = ["HI", "OH NO", "YES", "A LONG STORY", "SO"] * 3
+    draw = np.random.default_rng(0)
+    pairs = []
+    for text in texts:
+        gaps = ["." * int(draw.integers(1, 9)) + letter for letter in text.replace(" ", "|")]
+        pairs.append((sound("".join(gaps) + "." * int(draw.integers(0, 20))), text))
+    assert {len(pcm) > Reader.window for pcm, _ in pairs} == {False, True}
+    progress = Counted()
+    alone = Aligner(Reader(), Silent(), sample_rate=16_000)
+    found = Aligner(Reader(), progress, batch=3, sample_rate=16_000).align_many(pairs)
+    for (pcm, text), transcript in zip(pairs, found, strict=True):
+        wanted = alone.align(pcm, text)
+        wanted.timings = transcript.timings = {}
+        assert transcript == wanted
+    assert progress.total == progress.done == pytest.approx(sum(len(pcm) for pcm, _ in pairs) / 16_000)
 
 
 def test_an_unknown_language_is_an_error_of_its_own() -> None:
     with pytest.raises(UsageError, match="knows no xx"):
-        list(align_pairs(Reader("en"), [(sound("H.I"), "hi")], Silent(), language="xx"))
+        Aligner(Reader("en"), Silent(), language="xx")
+    with pytest.raises(UsageError, match="separate"):
+        Aligner(Reader(), Silent(), channels="separate")
 
 
 def test_the_text_that_a_model_writes_lies_where_it_wrote_it(tmp_path: Path) -> None:
@@ -174,17 +211,6 @@ def test_the_text_that_a_model_writes_lies_where_it_wrote_it(tmp_path: Path) -> 
                 assert word.probability == pytest.approx(other.probability, abs=1e-3)
             assert (progress.total, progress.done) == pytest.approx((seconds, seconds))
             assert found.model == "model"
-
-
-class Counted(Silent):
-    def __init__(self) -> None:
-        self.total = self.done = 0.0
-
-    def add_total(self, seconds: float) -> None:
-        self.total += seconds
-
-    def advance(self, seconds: float) -> None:
-        self.done += seconds
 
 
 def test_from_the_command_line_to_a_textgrid(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

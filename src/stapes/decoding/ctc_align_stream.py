@@ -59,7 +59,7 @@ class StreamAligner:
         self._ids = list(ids)
         states = 2 * len(self._ids) + 1
         if frames is not None:
-            self._check_frames(frames)
+            check_frames(ids, frames)
             if frames <= WHOLE_FRAMES and frames * states <= WHOLE:
                 band, span = states, frames + 1
         self._band, self._span = max(band, 8), max(span, 2)
@@ -91,17 +91,12 @@ class StreamAligner:
     @torch.no_grad()
     def finish(self) -> Alignment:
         """The text's tokens and where they are. Raises UsageError: the recording is too short for the text."""
-        self._check_frames(self._decided + self._held)
+        check_frames(self._ids, self._decided + self._held)
         if self._held:
             self._decide(is_last=True)
         mean = self._probability / np.maximum(self._end - self._start, 1)
         columns = (self._ids, self._start.tolist(), self._end.tolist(), mean.tolist())
         return Alignment([CTCToken(*fields) for fields in zip(*columns, strict=True)], self._logprob)
-
-    def _check_frames(self, frames: int) -> None:
-        needed = frames_needed(self._ids)
-        if frames < needed:
-            raise UsageError(_misfit(f"the text needs {needed} frames, its recording has {frames}"))
 
     def _decide(self, is_last: bool) -> None:
         """Search the frames that are held; take and forget those that are decided."""
@@ -142,6 +137,13 @@ class StreamAligner:
         self._logprob += float(scores.sum())
         self._state = int(path[-1])
         self._decided += len(path)
+
+
+def check_frames(ids: Sequence[int], frames: int) -> None:
+    """Raise UsageError where a recording of so many frames is too short for its text."""
+    needed = frames_needed(ids)
+    if frames < needed:
+        raise UsageError(_misfit(f"the text needs {needed} frames, its recording has {frames}"))
 
 
 def _misfit(what: str) -> str:
