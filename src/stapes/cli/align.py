@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Generator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -20,7 +21,16 @@ from stapes.text.subtitles import finite
 from stapes.text.word_times import ALIGNMENT_FORMATS, EXTENSIONS, AlignmentFormat, render_alignment, write_alignment
 from stapes.transcript import Transcript
 
-_MODEL = ModelOptions()
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AligningModel(ModelOptions):
+    """Which model runs where."""
+
+    model: str | None = None
+    """A CTC model: its folder, or its Hugging Face id."""
+
+
+_MODEL = AligningModel()
 
 
 class _Pair(NamedTuple):
@@ -50,7 +60,7 @@ def align(
     output_format: Annotated[str | None, Parameter(alias="-f")] = None,
     output_dir: Annotated[Path | None, Parameter(alias="-o")] = None,
     json: bool = False,
-    model: Annotated[ModelOptions, _group("Model", 2)] = _MODEL,
+    model: Annotated[AligningModel, _group("Model", 2)] = _MODEL,
 ) -> int:
     """Find when each word of a known text is said, with a CTC model. However long the recording is.
 
@@ -176,6 +186,7 @@ def _run(
             threads=model.threads,
             model_dir=model.model_dir,
             offline=model.offline,
+            language=settings["language"],
             progress=loading,
         )
     try:

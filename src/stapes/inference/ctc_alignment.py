@@ -25,6 +25,7 @@ from stapes.inference.ctc_model import CTCModel
 from stapes.inference.ctc_windows import Emissions
 from stapes.inference.ingest import name_of
 from stapes.progress import Progress
+from stapes.text.tokenizers import language_label
 from stapes.transcript import Segment, Transcript, Word
 
 Text = str | Path
@@ -80,7 +81,7 @@ class Aligner:
         self._model, self._progress = model, progress
         self._adapter = language if model.languages else None
         self._tokenizer = model.tokenizer_for(self._adapter)
-        self._language = language or self._tokenizer.language
+        self._language = self._adapter or language_label(language) or self._tokenizer.language
         self._open_ends, self._batch, self._settings = open_ends, batch, {"channels": channels, **settings}
 
     def align(self, source: AudioSource, text: Text) -> Transcript:
