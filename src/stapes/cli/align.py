@@ -17,6 +17,7 @@ from stapes.cli.interrupts import shielded
 from stapes.cli.terminal import Terminal, display, to_json
 from stapes.cli.transcribe import ModelOptions, _group
 from stapes.errors import OutputError, StapesError, UsageError
+from stapes.options import Backend, Precision  # noqa: F401 (types of the inherited fields)
 from stapes.text.subtitles import finite
 from stapes.text.word_times import ALIGNMENT_FORMATS, EXTENSIONS, AlignmentFormat, render_alignment, write_alignment
 from stapes.transcript import Transcript
