@@ -48,7 +48,8 @@ def build(folder: Path, text: list[list[str]], order: int) -> NGramModel:
 
 def fusions_for(name: str, folder: Path) -> list[Fusion]:
     draw = np.random.default_rng(0)
-    text = [draw.choice(WORDS, size=6).tolist() for _ in range(300)]
+    rare = ["".join(draw.choice(list("ETAOINSHRDL"), size=int(draw.integers(1, 7)))) for _ in range(2000)]
+    text = [draw.choice([*WORDS * 40, *rare], size=6).tolist() for _ in range(1000)]
     each: dict[str, list[Fusion]] = {
         "none": [],
         "words": [WordNGram(build(folder, text, 3), LETTERS, device=GPU)],

@@ -34,7 +34,9 @@ def build(folder: Path, text: list[list[str]], order: int) -> NGramModel:
 
 
 def fusions_for(name: str, folder: Path) -> list[Fusion]:
-    words = build(folder, [["A", "AB", "A"], ["AB", "BA"]], 3)
+    draw = np.random.default_rng(0)
+    some = ["".join(draw.choice(["A", "B"], size=int(draw.integers(1, 5)))) for _ in range(60)]
+    words = build(folder, [some[place : place + 6] for place in range(0, 60, 6)], 3)
     tokens = build(folder, [["A", "|", "A", "B"], ["B", "A"]], 3)
     each: dict[str, list[Fusion]] = {
         "none": [],

@@ -27,8 +27,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from stapes.decoding.hashing import TOKEN_FACTOR, mix
-from stapes.kernels.ctc_beam import can_search, launch_beam, launch_trace, trace_reference
+from stapes.kernels.ctc_beam import can_search, launch_beam
 from stapes.kernels.ctc_beam_tables import Table
+from stapes.kernels.ctc_beam_trace import trace
 from stapes.kernels.jit import can_launch, launch_or
 
 FusionState = tuple[Tensor, ...]
@@ -287,7 +288,5 @@ def _numbers(windows: Sequence[tuple[int, NDArray[np.int64]]], tokens: NDArray[n
 def _trace(at: Tensor, windows: Sequence[Tensor]) -> Tensor:
     """What the prefixes at the end grew by in each frame: (batch, frames, n-best), -1 for nothing."""
     found = [torch.empty((len(at), 0, at.shape[1]), dtype=torch.int32, device=at.device)]
-    for history in reversed(windows):
-        launch, reference = partial(launch_trace, history, at), partial(trace_reference, history, at)
-        found.append(launch_or("ctc_beam_trace", at.device, launch, reference))
+    found += [trace(history, at) for history in reversed(windows)]
     return torch.cat(found[::-1], dim=1)

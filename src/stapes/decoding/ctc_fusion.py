@@ -177,7 +177,6 @@ class WordNGram:
             model.logprob,
             model.backoff,
             model.suffix,
-            order=model.order,
             size=len(model.vocabulary),
             unknown_id=model.unknown_id,
             unknown_score=self.unknown_score,

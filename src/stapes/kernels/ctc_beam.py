@@ -21,7 +21,7 @@ from torch.nn.functional import pad
 
 from stapes.kernels.ctc_beam_tables import NUMBERS as TABLE_NUMBERS
 from stapes.kernels.ctc_beam_tables import Table, TokenTable, WordTable, pack
-from stapes.kernels.jit import Kernel, kernel
+from stapes.kernels.jit import kernel
 from stapes.kernels.targets import CompileCase, Target, target_of
 
 if TYPE_CHECKING:
@@ -60,42 +60,48 @@ def _low(packed):
 
 
 @kernel
-def _place(sorted_ptr, count, steps, value):
-    """Where a value is in sorted numbers, or would be."""
-    place = value * 0
-    half = count * 0 + (1 << (steps - 1))
+def _place(sorted_ptr, begin, end, steps, value):
+    """Where a value is between two places of sorted numbers, or would be."""
+    low, left = begin, end - begin
     for _ in tl.range(0, steps, num_stages=1):  # pyright: ignore[reportGeneralTypeIssues]
-        inside = place + half <= count
-        less = tl.load(sorted_ptr + (place + half - 1), mask=inside, other=0) < value
-        place = tl.where(inside & less, place + half, place)
-        half = half >> 1
-    return tl.minimum(place, count - 1)
+        half = left >> 1
+        less = (left > 0) & (tl.load(sorted_ptr + (low + half), mask=left > 0, other=0) < value)
+        low = tl.where(less, low + half + 1, low)
+        left = tl.where(less, left - half - 1, half)
+    return low
 
 
 @kernel
-def _score_word(context, word, keys_ptr, entries_ptr, backoff_ptr, lm_ptr):
-    """`NGramModel.score`: log-probabilities of words after contexts, and the contexts then."""
-    ngrams, steps, contexts = tl.load(lm_ptr + 6), tl.load(lm_ptr + 7), tl.load(lm_ptr + 8)
-    size, order = tl.load(lm_ptr + 9), tl.load(lm_ptr + 10)
+def _score_word(context, word, wanted, keys_ptr, contexts_ptr, lm_ptr):
+    """`NGramModel.score` where it is wanted: log-probabilities of words after contexts, and the contexts then."""
+    steps, contexts, size = tl.load(lm_ptr + 7), tl.load(lm_ptr + 8), tl.load(lm_ptr + 9)
+    entries_ptr = lm_ptr + tl.load(lm_ptr + 11)
     total = (context * 0).to(tl.float32)
     after = context * 0
-    found = context < 0
-    for _ in tl.range(0, order, num_stages=1):  # pyright: ignore[reportGeneralTypeIssues]
-        key = context * size + word
-        place = _place(keys_ptr, ngrams, steps, key)
-        hit = (found == 0) & (tl.load(keys_ptr + place) == key)
-        found = found | hit
+    found = wanted == 0
+    while tl.sum((found == 0).to(tl.int32)) > 0:  # every word follows the empty context
+        here, end = tl.load(contexts_ptr + context), tl.load(contexts_ptr + context + 1) >> 32
+        begin = here >> 32
+        is_empty = context == 0  # there every word has its number's place
+        place = _place(
+            keys_ptr, tl.where(is_empty, word, begin), tl.where(is_empty, word, end), steps, context * size + word
+        )
+        end = tl.where(is_empty, word + 1, end)
+        is_there = tl.load(keys_ptr + place, mask=place < end, other=-1) == context * size + word
+        hit = (found == 0) & is_there
+        missed = (found == 0) & (is_there == 0)
         entry = tl.load(entries_ptr + tl.where(hit, place + 1, context))
-        total += _low(tl.where(hit, entry, tl.load(backoff_ptr + context, mask=found == 0, other=0)))
+        total += tl.where(hit, _low(entry), tl.where(missed, _low(here), 0.0))
         after = tl.where(hit, tl.where(place + 1 < contexts, place + 1, entry >> 32), after)
-        context = tl.where(found, context, entry >> 32)
+        context = tl.where(missed, entry >> 32, context)
+        found = found | hit
     return total, after
 
 
 @kernel
 def _ctc_beam(
     log_probs_ptr, candidates_ptr, lengths_ptr, floats_ptr, ints_ptr, history_ptr,
-    table_a_ptr, table_b_ptr, lm_ptr, keys_ptr, entries_ptr,
+    table_a_ptr, table_b_ptr, lm_ptr, keys_ptr,
     frames, vocabulary,
     BEAM: tl.constexpr, COLUMNS: tl.constexpr, AUTOMATA: tl.constexpr, WORDS: tl.constexpr,
     FACTOR: tl.constexpr, NEVER: tl.constexpr, PART: tl.constexpr, NUMBERS: tl.constexpr,
@@ -245,14 +251,19 @@ def _ctc_beam(
             letters = (letters & (ends == 0)) | (grew & ((flags & 2) != 0))
             words, unknown_id, unknown_score = tl.load(lm_ptr), tl.load(lm_ptr + 1), _low(tl.load(lm_ptr + 2))
             hashes_ptr = lm_ptr + (NUMBERS + 3 * size)
-            known_at = _place(hashes_ptr, words, tl.load(lm_ptr + 5), word)
-            known = tl.load(hashes_ptr + known_at) == word
-            id = tl.where(known, tl.load(hashes_ptr + words + known_at), unknown_id)
-            word_score, after = _score_word(context, id, keys_ptr, entries_ptr, hashes_ptr + 2 * words, lm_ptr)
+            contexts_ptr = hashes_ptr + 2 * words
+            buckets_ptr = contexts_ptr + tl.load(lm_ptr + 8) + 1 + (word >> tl.load(lm_ptr + 6)) + tl.load(lm_ptr + 10)
+            begin, end = tl.load(buckets_ptr), tl.load(buckets_ptr + 1)
+            known_at = _place(hashes_ptr, begin, end, tl.load(lm_ptr + 5), word)
+            known = tl.load(hashes_ptr + known_at, mask=known_at < end, other=0) == word
+            known = known & (known_at < end)
+            id = tl.where(known, tl.load(hashes_ptr + words + known_at, mask=known, other=0), unknown_id)
+            is_new = grew & letters
+            word_score, new_after = _score_word(context, id, is_new, keys_ptr, contexts_ptr, lm_ptr)
             word_score = tl.where(known, word_score, tl.where(unknown_score > 0.0, word_score, unknown_score))
             weight, bonus = _low(tl.load(lm_ptr + 3)), _low(tl.load(lm_ptr + 4))
-            gain = tl.where(letters, word_score * weight + bonus, 0.0)
-            after = tl.where(letters, after, context)
+            gain = tl.where(grew, tl.where(letters, word_score * weight + bonus, 0.0), gain)
+            after = tl.where(grew, tl.where(letters, new_after, context), after)
         tl.debug_barrier()
 
         tl.store(floats + j, tl.where(lives, blank, float("-inf")))
@@ -272,22 +283,6 @@ def _ctc_beam(
             tl.store(ints + (at_letters + j), letters.to(tl.int64))
             tl.store(ints + (at_after + j), after)
         tl.debug_barrier()
-
-
-@kernel
-def _ctc_beam_trace(history_ptr, at_ptr, out_ptr, frames, beam, best, BEST: tl.constexpr):
-    """From the places at the end back to those before the first frame, and what grew in each frame."""
-    row = tl.program_id(0)
-    n = tl.arange(0, BEST)
-    wanted = n < best
-    place = tl.load(at_ptr + row * best + n, mask=wanted, other=0)
-    history, out = history_ptr + row.to(tl.int64) * frames * 2 * beam, out_ptr + row.to(tl.int64) * frames * best
-    for step in tl.range(0, frames, num_stages=1):  # pyright: ignore[reportGeneralTypeIssues]
-        frame = frames - 1 - step
-        at = history + frame * 2 * beam + place
-        tl.store(out + frame * best + n, tl.load(at + beam), mask=wanted)
-        place = tl.load(at)
-    tl.store(at_ptr + row * best + n, place, mask=wanted)
 
 
 def can_search(device: torch.device, beam: int, columns: int, tables: Sequence[Table]) -> bool:
@@ -361,7 +356,7 @@ def launch_beam(
     lm = words[0][1] if words else None
     _ctc_beam[(rows,)](
         log_probs.contiguous(), candidates, lengths.to(torch.int32), floats, ints, history, a, b,
-        *([lm.lm, lm.keys, lm.entries] if lm else [ints, ints, ints]),
+        *([lm.lm, lm.keys] if lm else [ints, ints]),
         frames, size,
         **_constants(width, height, len(automata), lm is not None),
         num_warps=_warps(width * height, target_of(device)),
@@ -371,29 +366,6 @@ def launch_beam(
         for number in range(len(tables))
     ]
     return after_fields, after_states, history
-
-
-def launch_trace(history: Tensor, at: Tensor) -> Tensor:
-    """What the prefixes at places ``at`` (batch, n-best), int32, grew by in each frame: (batch, frames, n-best).
-
-    ``at`` becomes their places before the first frame. history: as `launch_beam` gives it.
-    """
-    rows, frames, _, beam = history.shape
-    best = at.shape[1]
-    out = torch.empty((rows, frames, best), dtype=torch.int32, device=at.device)
-    _ctc_beam_trace[(rows,)](history, at, out, frames, beam, best, BEST=_power(best), num_warps=1)
-    return out
-
-
-def trace_reference(history: Tensor, at: Tensor) -> Tensor:
-    """`launch_trace` in plain PyTorch."""
-    out = torch.empty((*history.shape[:2], at.shape[1]), dtype=torch.int32, device=at.device)
-    for frame in range(history.shape[1] - 1, -1, -1):
-        places, grown = history[:, frame].unbind(1)
-        index = at.long()
-        out[:, frame] = grown.gather(1, index)
-        at.copy_(places.gather(1, index))
-    return out
 
 
 def _power(count: int) -> int:
@@ -428,14 +400,14 @@ def _constants(beam: int, columns: int, automata: int, words: bool) -> dict[str,
 
 _TYPES = {
     "*fp32": "log_probs_ptr floats_ptr",
-    "*i32": "lengths_ptr history_ptr at_ptr out_ptr",
-    "*i64": "candidates_ptr ints_ptr table_a_ptr table_b_ptr lm_ptr keys_ptr entries_ptr",
-    "i32": "beam frames vocabulary best",
+    "*i32": "lengths_ptr history_ptr",
+    "*i64": "candidates_ptr ints_ptr table_a_ptr table_b_ptr lm_ptr keys_ptr",
+    "i32": "frames vocabulary",
 }
 
 
 def compile_cases(target: Target) -> list[CompileCase]:
-    """A beam of 32 over letters, with each kind of tables; larger ones; the way back."""
+    """A beam of 32 over letters, with each kind of tables, and larger ones."""
     searches = {
         "ctc_beam": _constants(32, 32, 0, False),
         "ctc_beam words": _constants(32, 32, 0, True),
@@ -445,16 +417,15 @@ def compile_cases(target: Target) -> list[CompileCase]:
     for beam in (64, 128):
         if beam * 32 <= _largest(target):
             searches[f"ctc_beam {beam} words, automaton"] = _constants(beam, 32, 1, True)
-    cases = [
-        _case(name, _ctc_beam, constants, _warps(constants["BEAM"] * constants["COLUMNS"], target))
+    return [
+        _case(name, constants, _warps(constants["BEAM"] * constants["COLUMNS"], target))
         for name, constants in searches.items()
     ]
-    return [*cases, _case("ctc_beam_trace", _ctc_beam_trace, {"BEST": 1}, 1)]
 
 
-def _case(name: str, function: Kernel, constants: dict[str, Any], warps: int) -> CompileCase:
-    code = function.function.__code__
+def _case(name: str, constants: dict[str, Any], warps: int) -> CompileCase:
+    code = _ctc_beam.function.__code__
     types = {each: kind for kind, names in _TYPES.items() for each in names.split()}
     arguments = [each for each in code.co_varnames[: code.co_argcount] if each not in constants]
     signature = {each: types[each] for each in arguments}
-    return CompileCase(name, "fp32", function, signature, constants, warps=warps)
+    return CompileCase(name, "fp32", _ctc_beam, signature, constants, warps=warps)

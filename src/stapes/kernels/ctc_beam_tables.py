@@ -31,11 +31,11 @@ class WordTable:
     """A back-off model of words (`stapes.decoding.ngram`), and how tokens write them."""
 
     lm: Tensor
-    """Sizes and weights, how tokens write words, words, back-off weights: int64, as the kernel reads them."""
+    """All that follows in one, int64: sizes and weights; how tokens write words; hashes of words and their numbers;
+    of contexts, back-off weights packed below where their n-grams begin; where the hashes of a bucket begin; of n-grams
+    by number, log-probabilities packed below the longest shorter contexts that end them."""
     keys: Tensor
     """(n-grams,) int64, sorted."""
-    entries: Tensor
-    """(n-grams + 1,), by number: its log-probability, packed below the longest shorter context that ends it."""
 
     @classmethod
     def of(
@@ -47,7 +47,6 @@ class WordTable:
         backoff: Tensor,
         suffix: Tensor,
         *,
-        order: int,
         size: int,
         unknown_id: int,
         unknown_score: float | None,
@@ -58,14 +57,25 @@ class WordTable:
         letters, their hash, and what the hash before it is multiplied by. ``words``: (2, words) int64, their hashes,
         sorted, and their numbers in the model, which has ``size`` of them. The rest is the model's.
         """
+        device, count, contexts = keys.device, words.shape[1], len(backoff)
+        # Where each context's n-grams begin, and where hashes with the same first bits do.
+        begins = torch.searchsorted(keys, torch.arange(contexts + 1, device=device) * size)
+        bits = max(1, count.bit_length() - 1)
+        edges = torch.arange(-(1 << bits - 1), 1 << bits - 1, device=device) << 64 - bits
+        buckets = pad(torch.searchsorted(words[0].contiguous(), edges), (0, 1), value=count)
         floats = torch.tensor([1.0 if unknown_score is None else unknown_score, weight, bonus])  # 1: as the model says
-        count, ngrams = words.shape[1], len(keys)
-        numbers = [count, unknown_id, *pack(torch.zeros(3), floats).tolist(), count.bit_length()]
-        numbers += [ngrams, ngrams.bit_length(), len(backoff), size, order]
+        numbers = [count, unknown_id, *pack(torch.zeros(3), floats).tolist(), _steps(buckets), 64 - bits]
+        numbers += [_steps(begins[1:]), contexts, size, 1 << bits - 1]
+        entries = pack(suffix, pad(logprob, (1, 0)))
+        parts = [letters.flatten(), words.flatten(), pack(begins, pad(backoff, (0, 1))), buckets, entries]
+        numbers += [NUMBERS + sum(map(len, parts[:-1]))]
         numbers += [0] * (NUMBERS - len(numbers))
-        parts = [letters.flatten(), words.flatten(), pack(torch.zeros_like(backoff), backoff)]
-        lm = torch.cat([torch.tensor(numbers, device=keys.device), *parts])
-        return cls(lm, keys, pack(suffix, pad(logprob, (1, 0))))
+        return cls(torch.cat([torch.tensor(numbers, device=device), *parts]), keys)
 
 
 Table = TokenTable | WordTable
+
+
+def _steps(places: Tensor) -> int:
+    """Halvings that find a place between any two neighbours."""
+    return int(places.diff().max()).bit_length() if len(places) > 1 else 0
