@@ -22,8 +22,8 @@ from stapes.text.ctc_tokenizer import CTCTokenizer
 
 FusionState = tuple[Tensor, ...]
 
-_LARGEST_TABLE = 1 << 25
-"""Contexts × tokens of a language model of tokens that are tabulated: 256 MiB."""
+_TABLE_SHARE = 8
+"""A language model of tokens is tabulated where that takes at most this part of the GPU's free memory: an eighth."""
 
 
 class TokenNGram:
@@ -72,18 +72,16 @@ class TokenNGram:
 
     @cached_property
     def _table(self) -> TokenTable | None:
-        contexts, size = len(self.model.backoff), len(self._ids)
-        if contexts * size > _LARGEST_TABLE:
+        contexts, size, device = len(self.model.backoff), len(self._ids), self._ids.device
+        if device.type == "cuda" and 8 * contexts * size > torch.cuda.mem_get_info(device)[0] // _TABLE_SHARE:
             return None
-        gain = torch.empty((contexts, size), device=self._ids.device)
-        following = torch.empty((contexts, size), dtype=torch.int32, device=self._ids.device)
+        moves = torch.empty((contexts, size), dtype=torch.int64, device=device)
         step = max(1, (1 << 20) // size)
         for first in range(0, contexts, step):
-            some = torch.arange(first, min(contexts, first + step), device=self._ids.device)
+            some = torch.arange(first, min(contexts, first + step), device=device)
             scores, after = self.model.score(some[:, None], self._ids)
-            gain[first : first + step] = scores * self.weight + self.token_bonus
-            following[first : first + step] = after
-        return TokenTable(pack(following, gain))
+            moves[first : first + step] = pack(after, scores * self.weight + self.token_bonus)
+        return TokenTable(moves)
 
 
 class WordNGram:
