@@ -38,6 +38,7 @@ from stapes.inference.quantized import quantizer
 from stapes.inference.requests import Priority
 from stapes.inference.results import make_transcript
 from stapes.inference.scheduler import Scheduler
+from stapes.inference.streaming import Event, Live, Session, TurnOptions
 from stapes.inference.torch_ctc import TorchCTCEngine
 from stapes.inference.torch_whisper import TorchWhisperEngine
 from stapes.inference.whisper_family import WhisperFamily
@@ -230,6 +231,7 @@ class Recognizer:
         self.name, self.config = family.name, family.config
         self.tokenizer, self.engine = family.tokenizer, family.engine
         self._detector: VoiceActivityDetector | None = None
+        self._live: Live | None = None
         self._slots = self.engine.slots
         self._lock = threading.Lock()
         self._scheduler = Scheduler(self.engine, slots=self._slots, resize=partial(_resize, self.engine))
@@ -324,8 +326,39 @@ class Recognizer:
         batch = 1 if self.device.backend == "cpu" else 8
         return Aligner(self.family.model, progress or Silent(), batch=batch, **settings)
 
+    def stream(
+        self,
+        options: TranscribeOptions | None = None,
+        *,
+        turns: TurnOptions | None = None,
+        sample_rate: int = 16_000,
+        on_event: Callable[[Event], None] | None = None,
+        **changes: Any,
+    ) -> Session:
+        """Begin to listen to live sound: ``feed`` the session samples, and ``finish`` it.
+
+        Words come as `Partial`, which may still change, and `Committed`, which never do; `Final` has all words of a
+        turn, or of a part of a long one, with their times in the session. Any number of sessions share each batch.
+        turns: when a turn begins and ends. sample_rate: of what is fed. on_event: called with each event at once, and
+        must not take long; otherwise they are returned by ``feed`` and ``finish``. Options come as in ``transcribe``.
+        """
+        checked = self.family.check(_options(options, changes))
+        return self.live.open(checked, turns or TurnOptions(), on_event, sample_rate=sample_rate)
+
+    @property
+    def live(self) -> Live:
+        """All live sessions."""
+        detector = self._speech_detector()
+        with self._lock:
+            if self._live is None:
+                prepare = partial(_settle_thread, self.device.torch, torch.get_num_threads())
+                self._live = Live(self.family, self._scheduler, detector, prepare)
+            return self._live
+
     def close(self) -> None:
         """Let go of the model and its memory. Calls that are not over fail with UsageError."""
+        if self._live is not None:
+            self._live.close()
         if not self._scheduler.close():
             return  # in the middle of a long operation, which needs that memory
         self.engine.clear()

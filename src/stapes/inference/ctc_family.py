@@ -74,13 +74,13 @@ class CTCFamily:
             tokenizer=tokenizer,
             adapter=adapter,
             language=options.language or tokenizer.language,
-            search=self._search(options, adapter),
+            search=self.search(options, adapter),
             vad=options.vad,
             word_timestamps=options.word_timestamps,
         )
         return partial(CTCRecording, task)
 
-    def _search(self, options: TranscribeOptions, adapter: str | None) -> Search | None:
+    def search(self, options: TranscribeOptions, adapter: str | None) -> Search | None:
         """The beam search that the options ask for; made once for all calls that ask for the same."""
         hotwords = _phrases(options.hotwords)
         if options.beam_size == 1 and options.n_best == 1 and options.lm is None and not hotwords:

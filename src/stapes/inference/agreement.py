@@ -1,0 +1,126 @@
+"""Which words of successive hypotheses are sure: those that two in a row agree on.
+
+LocalAgreement-2 (Liu et al. 2020, https://arxiv.org/abs/2005.11185; Macháček et al. 2023,
+https://arxiv.org/abs/2307.14743). A word that was committed never changes. A later hypothesis may all the same spell
+it differently, or leave it out: it is then laid beside the committed words with the fewest edits, and only what comes
+after them counts.
+"""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Sequence
+from dataclasses import replace
+from difflib import SequenceMatcher
+
+from stapes.transcript import Word
+
+_BROKEN = "\ufffd"
+"""What stands for bytes that are no whole character: a hypothesis that was cut in the middle of one."""
+
+_BAND = 12
+"""Words by which a hypothesis may be ahead of the committed words, or behind them."""
+
+
+def spoken(word: str) -> str:
+    """What is compared of a word: its letters and digits, without case, marks of punctuation and spaces."""
+    folded = unicodedata.normalize("NFKC", word).casefold()
+    return "".join(character for character in folded if unicodedata.category(character)[0] not in "PZCS")
+
+
+class Agreement:
+    """The words of one stretch of speech, as successive hypotheses of all of it come in.
+
+    hold: the last words of a hypothesis are not committed, so many of them: what follows may still change them.
+    """
+
+    def __init__(self, hold: int = 1) -> None:
+        self.committed: list[Word] = []
+        self.provisional: list[Word] = []
+        """What the last hypothesis says after the committed words."""
+        self._hold = hold
+        self._committed_keys: list[str] = []
+        self._keys: list[str] = []  # of the provisional words
+
+    def hear(self, words: Sequence[Word]) -> list[Word]:
+        """Take the next hypothesis; the words that are committed by it."""
+        words = _whole(words)
+        keys = [spoken(word.word) for word in words]
+        place = self._place(keys)
+        words, keys = words[place:], keys[place:]
+        agreed = 0
+        while agreed < min(len(keys), len(self._keys)) and keys[agreed] == self._keys[agreed]:
+            agreed += 1
+        count = max(0, min(agreed, len(keys) - self._hold))
+        self.provisional, self._keys = words[count:], keys[count:]
+        return self._commit(words[:count])
+
+    def settle(self, words: Sequence[Word]) -> list[Word]:
+        """Take the last hypothesis: all its words are committed, those that are new are returned.
+
+        Committed words take over its times where it has them too.
+        """
+        words = [word for word in words if _BROKEN not in word.word]
+        keys = [spoken(word.word) for word in words]
+        place = self._place(keys)
+        self._take_times(words[:place], keys[:place])
+        self.provisional, self._keys = [], []
+        return self._commit(words[place:])
+
+    @property
+    def text(self) -> str:
+        """The committed words."""
+        return "".join(word.word for word in self.committed)
+
+    def _commit(self, words: Sequence[Word]) -> list[Word]:
+        new = []
+        for word in words:
+            after = self.committed[-1].end if self.committed else word.start
+            start = max(word.start, after)
+            word = replace(word, start=start, end=max(word.end, start))
+            new.append(word)
+            self.committed.append(word)
+            self._committed_keys.append(spoken(word.word))
+        return new
+
+    def _take_times(self, words: Sequence[Word], keys: Sequence[str]) -> None:
+        """Let committed words have the times that the last hypothesis gives the same words, in order all the same."""
+        matcher = SequenceMatcher(None, self._committed_keys, keys, autojunk=False)
+        for block in matcher.get_matching_blocks():
+            for i in range(block.size):
+                old, new = self.committed[block.a + i], words[block.b + i]
+                self.committed[block.a + i] = Word(old.word, new.start, new.end, new.probability)
+        end = 0.0
+        for i, word in enumerate(self.committed):
+            start = max(word.start, end)
+            end = max(word.end, start)
+            self.committed[i] = replace(word, start=start, end=end)
+
+    def _place(self, keys: Sequence[str]) -> int:
+        """How many words of a hypothesis say what is committed already."""
+        done = self._committed_keys
+        if list(keys[: len(done)]) == done:
+            return len(done)
+        if len(keys) < len(done) - _BAND:
+            return len(keys)
+        # Edit distance of all committed words to every beginning of the hypothesis, near the diagonal.
+        far = len(done) + len(keys) + 1
+        costs = [j if j <= _BAND else far for j in range(len(keys) + 1)]
+        for i, committed in enumerate(done, 1):
+            before, costs = costs, [far] * (len(keys) + 1)
+            for j in range(max(0, i - _BAND), min(len(keys), i + _BAND) + 1):
+                best = before[j] + 1
+                if j:
+                    best = min(best, costs[j - 1] + 1, before[j - 1] + (keys[j - 1] != committed))
+                costs[j] = best
+
+        def rank(j: int) -> tuple[int, bool, int]:
+            return costs[j], not (j and keys[j - 1] == done[-1]), abs(j - len(done))
+
+        return min(range(len(keys) + 1), key=rank)
+
+
+def _whole(words: Sequence[Word]) -> list[Word]:
+    """The words before the first that is not whole."""
+    broken = next((i for i, word in enumerate(words) if _BROKEN in word.word), len(words))
+    return list(words[:broken])

@@ -1,0 +1,334 @@
+"""One live session as a state machine: sound goes in, windows come out, what was heard comes back, events are told.
+
+There are no threads here; whoever drives it locks it. Speech is heard in *parts*: a turn is one part unless it is
+long. While a part goes on, ever longer windows of it are heard, and words that two in a row agree on are committed.
+Once it seems to be over (`_EARLY_SILENCE`), it is heard as for good; if it is over indeed, that is its end. So a
+session holds one part of sound at most, and those that wait for their end.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+
+from stapes.audio.features import SAMPLE_RATE
+from stapes.inference.agreement import Agreement
+from stapes.inference.feed import FeedWindow
+from stapes.inference.live_events import Committed, Event, Failed, Final, Partial, SpeechStarted, SpeechStopped
+from stapes.inference.live_voices import Heard, Stretch, Voice
+from stapes.inference.turns import Started, TurnDetector, TurnOptions
+from stapes.transcript import Segment, Word
+
+Urgency = Literal["final", "partial"]
+
+_EARLY_SILENCE = 0.2
+"""Seconds of silence after which a part may be over."""
+
+_TRAILING = SAMPLE_RATE // 2
+"""Sound that is kept behind the speech of a part, at most."""
+
+_SHORTEST = 0.6
+_SHORTEST_UNKNOWN = 1.5
+"""Seconds from which on a part is heard while it goes on; more where its language has to be found out."""
+
+_REMEMBERED_SECONDS = 10.0
+_REMEMBERED_CHARACTERS = 240
+"""The text before a part is told to the model after a pause of this length at most, and this much of it."""
+
+_ATTEMPTS = 2
+"""How often the end of a part is tried where the engine fails."""
+
+
+@dataclass(eq=False)
+class _Part:
+    turn: int
+    start: int
+    agreement: Agreement
+    end: int | None = None
+    pcm: np.ndarray | None = None
+    ends_turn: bool = False
+    has_speech: bool = False
+    speech_end: int = 0
+    peak: float = 0.0
+    asked: int = 0
+    """Where the last window that was taken ended."""
+    heard: int = 0
+    """Where the last window that came back ended."""
+    on_its_way: bool = False
+    """A window for a partial is."""
+    final_asked: int = -1
+    """Where the speech ended that the last window for good held; -1: there was none."""
+    final_heard: int = -1
+    result: Heard | None = None
+    """Of that window."""
+    failures: int = 0
+    shown: list[Word] | None = None
+    """The last partial."""
+
+    @property
+    def is_covered(self) -> bool:
+        """Whether a window for good that holds all its speech has been taken."""
+        return self.final_asked == self.speech_end
+
+
+class _Sound:
+    """The end of the session's sound that is still needed."""
+
+    def __init__(self) -> None:
+        self.offset = 0
+        self._chunks: deque[np.ndarray] = deque()
+
+    def append(self, pcm: np.ndarray) -> None:
+        self._chunks.append(pcm)
+
+    def slice(self, start: int, end: int) -> np.ndarray:
+        """A copy of the samples from ``start`` to ``end`` of the session's clock."""
+        if len(self._chunks) > 1:
+            self._chunks = deque([np.concatenate(self._chunks)])
+        if not self._chunks:
+            return np.zeros(0, np.float32)
+        return self._chunks[0][max(0, start - self.offset) : max(0, end - self.offset)].copy()
+
+    def forget(self, sample: int) -> None:
+        """Drop what comes before ``sample``."""
+        while self._chunks and self.offset + len(self._chunks[0]) <= sample:
+            self.offset += len(self._chunks.popleft())
+
+
+class LiveStream:
+    """The state of a session. ``tell`` gets the events; ``interval``: seconds of sound from one partial to the next."""
+
+    def __init__(self, voice: Voice, options: TurnOptions, tell: Callable[[Event], None]) -> None:
+        self.voice, self.interval = voice, 0.3
+        self.received = 0
+        """Samples fed."""
+        self.ended = False
+        self._tell = tell
+        self._detector = TurnDetector(options)
+        self._sound = _Sound()
+        self._turn = 0
+        self._turn_is_open = False  # with manual turns: something was said since the last commit
+        self._part: _Part | None = None  # that goes on
+        self._parts: deque[_Part] = deque()  # that are over and wait for their end
+        self._before, self._before_end = "", 0
+        self._finals = 0
+
+    @property
+    def options(self) -> TurnOptions:
+        """When turns begin and end; may be set at any time."""
+        return self._detector.options
+
+    @options.setter
+    def options(self, options: TurnOptions) -> None:
+        self._detector.options = options
+
+    @property
+    def waiting(self) -> int:
+        """Samples of speech that is over and not transcribed yet."""
+        return sum(len(part.pcm) for part in self._parts if part.pcm is not None)
+
+    @property
+    def done(self) -> bool:
+        """Whether the session has ended and all has been told."""
+        return self.ended and not self._parts
+
+    # Sound.
+
+    def feed(self, pcm: np.ndarray, probabilities: np.ndarray) -> None:
+        """Take the next samples, and the speech probabilities of the frames that they completed."""
+        self.received += len(pcm)
+        self._sound.append(pcm)
+        for probability in probabilities.tolist():
+            self._step(probability)
+        self._sound.forget(self._detector.needed)
+
+    def commit(self) -> None:
+        """End the turn here."""
+        ended = self._detector.cut()
+        if ended is not None:
+            self._end(min(ended.sample, self.received), is_pause=True)
+        if not self.options.manual:
+            return
+        if self._parts and self._parts[-1].turn == self._turn:
+            self._parts[-1].ends_turn = True
+        else:  # nothing was said, or all of it has been told
+            nothing = _Part(self._turn, self.received, Agreement(), self.received, ends_turn=True)
+            self._parts.append(nothing)
+        self._turn += 1
+        self._turn_is_open = False
+        self._settle()
+
+    def clear(self) -> None:
+        """Forget what was said since the last turn ended."""
+        self._detector.cut()
+        if self.options.manual:
+            self._parts = deque(part for part in self._parts if part.turn != self._turn)
+        self._part, self._turn_is_open = None, False
+        self._sound.forget(self._detector.needed)
+
+    def finish(self, probabilities: np.ndarray) -> None:
+        """The sound has ended."""
+        for probability in probabilities.tolist():
+            self._step(probability)
+        if not self.options.manual or self._turn_is_open:
+            self.commit()
+        self.ended = True
+
+    def _step(self, probability: float) -> None:
+        event = self._detector.step(probability)
+        if isinstance(event, Started):
+            self._begin(event)
+        elif event is not None:
+            self._end(min(event.sample, self.received), event.is_pause)
+        part, detector = self._part, self._detector
+        if part is not None:
+            part.has_speech |= detector.has_speech
+            part.speech_end, part.peak = detector.speech_end, max(part.peak, detector.peak)
+
+    def _begin(self, event: Started) -> None:
+        self._part = _Part(self._turn, event.sample, Agreement(self.voice.hold), asked=event.sample)
+        self._turn_is_open = True
+        if event.sample - self._before_end > _REMEMBERED_SECONDS * SAMPLE_RATE:
+            self._before = ""
+        if not self.options.manual:
+            self._tell(SpeechStarted(self._turn, event.sample / SAMPLE_RATE))
+
+    def _end(self, sample: int, is_pause: bool) -> None:
+        part = self._part
+        assert part is not None
+        part.speech_end = min(part.speech_end, sample)
+        part.end = min(sample, max(part.speech_end, part.start) + _TRAILING)
+        part.pcm = self._sound.slice(part.start, part.end) if part.has_speech else None
+        part.ends_turn = is_pause and not self.options.manual
+        self._parts.append(part)
+        if is_pause:
+            self._part = None
+        else:
+            self._part = _Part(part.turn, sample, Agreement(self.voice.hold), asked=sample)
+        if part.ends_turn:
+            self._tell(SpeechStopped(self._turn, sample / SAMPLE_RATE))
+            self._turn += 1
+            self._turn_is_open = False
+        self._settle()
+
+    # Windows.
+
+    def wanted(self) -> Urgency | None:
+        """Whether a window is to be heard now, and how urgent that is."""
+        if self._parts:
+            return None if self._parts[0].is_covered else "final"
+        part, detector = self._part, self._detector
+        if part is None or not part.has_speech or part.failures >= _ATTEMPTS:
+            return None
+        if detector.silence >= _EARLY_SILENCE:
+            return None if part.is_covered else "final"
+        length = (detector.samples - part.start) / SAMPLE_RATE
+        if part.on_its_way or length < (_SHORTEST_UNKNOWN if self.voice.needs_language else _SHORTEST):
+            return None
+        return "partial" if detector.samples - part.asked >= self.interval * SAMPLE_RATE else None
+
+    def take(self) -> FeedWindow | None:
+        """The window that is wanted, with all the sound there is by now."""
+        urgency = self.wanted()
+        if urgency is None:
+            return None
+        part = self._parts[0] if self._parts else self._part
+        assert part is not None
+        end = min(self._detector.samples, self.received) if part.end is None else part.end
+        pcm = self._sound.slice(part.start, end) if part.pcm is None else part.pcm
+        part.asked = end
+        speech_end = part.speech_end
+        is_final = urgency == "final"
+        if is_final:
+            part.final_asked = speech_end
+        else:
+            part.on_its_way = True
+
+        def deliver(heard: Heard | Exception) -> None:
+            self._hear(part, end, speech_end if is_final else None, heard)
+
+        stretch = Stretch(pcm, part.start, part.peak, is_final, self._finals == 0, self._before)
+        return self.voice.window(stretch, deliver)
+
+    def lose(self, error: Exception) -> None:
+        """Windows that are on their way will not come back."""
+        for part in (*self._parts, self._part):
+            if part is None:
+                continue
+            part.on_its_way = False
+            if part.final_asked > part.final_heard:
+                self._fail(part, error)
+        self._settle()
+
+    # What was heard.
+
+    def _hear(self, part: _Part, end: int, speech_end: int | None, heard: Heard | Exception) -> None:
+        """A window came back: ``end`` is its last sample, and ``speech_end`` that of its speech if it was for good."""
+        if speech_end is None:
+            part.on_its_way = False
+        if part is not self._part and part not in self._parts:
+            return  # it was cleared, or has its end already
+        if isinstance(heard, Exception):
+            if speech_end is not None:
+                self._fail(part, heard)
+        else:
+            if speech_end is not None:
+                part.final_heard, part.result = speech_end, heard
+            if part is self._part and heard.is_sound and end > part.heard:
+                part.heard = end
+                self._agree(part, heard.words)
+        self._settle()
+
+    def _fail(self, part: _Part, error: Exception) -> None:
+        part.failures += 1
+        part.final_asked = part.final_heard
+        if part.end is not None and part.failures >= _ATTEMPTS:
+            self._parts.remove(part)
+            self._tell(Failed(part.turn, f"this speech could not be transcribed: {error}", part.ends_turn))
+
+    def _agree(self, part: _Part, words: list[Word]) -> None:
+        committed = part.agreement.hear(words)
+        if committed:
+            self._tell(Committed(part.turn, committed))
+        if committed or [word.word for word in part.agreement.provisional] != [w.word for w in part.shown or ()]:
+            part.shown = part.agreement.provisional
+            self._tell(Partial(part.turn, list(part.shown)))
+
+    def _settle(self) -> None:
+        """Tell the ends of parts, in order, as far as they are known."""
+        while self._parts:
+            part = self._parts[0]
+            if part.pcm is None:
+                heard = Heard([], None)
+            elif part.result is not None and part.final_heard == part.speech_end:
+                heard = part.result
+            else:
+                return
+            self._parts.popleft()
+            self._close(part, heard)
+
+    def _close(self, part: _Part, heard: Heard) -> None:
+        new = part.agreement.settle(heard.words)
+        if new:
+            self._tell(Committed(part.turn, new))
+        text, words = part.agreement.text, part.agreement.committed
+        segment = None
+        if words:
+            empty = Segment(0, round(100 * part.start / SAMPLE_RATE), words[0].start, words[-1].end, text)
+            segment = replace(
+                heard.segment or empty,
+                id=self._finals,
+                start=words[0].start,
+                end=words[-1].end,
+                text=text,
+                words=list(words),
+            )
+            self._finals += 1
+            self._before = f"{self._before}{text}"[-_REMEMBERED_CHARACTERS:] if heard.is_sound else ""
+            self._before_end = part.end or 0
+        if words or part.ends_turn:
+            self._tell(Final(part.turn, text, segment, part.ends_turn, self.voice.language))
