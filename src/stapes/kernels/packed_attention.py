@@ -175,7 +175,7 @@ def _tile(dtype: torch.dtype, head: int, target: Target | None) -> Tile | None:
     if dtype == torch.float32 or family == "rdna2":  # multiplied without matrix instructions, out of registers
         return Tile(16, 16, 8 if wide else 4, 1)
     if family == "cuda":
-        return Tile(128, 64, 8 if wide else 4, 3)
+        return Tile(128, 64, 8, 3) if wide else Tile(64, 64, 4, 3)
     return Tile(64, 32, 8 if wide else 4, 1)
 
 

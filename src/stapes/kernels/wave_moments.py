@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 _PART = 8192
 """Windows whose moments one program sums."""
 
+_NUMBERS = 2048
+"""Samples that it looks at together."""
+
 
 def moments(samples: Tensor, recordings: Tensor, longest: int, kernel_size: int, stride: int) -> Tensor:
     """Sums over the windows of ``kernel_size`` samples, from every ``stride``-th on, that lie within a recording.
@@ -82,7 +85,7 @@ def _launch_moments(samples: Tensor, recordings: Tensor, longest: int, kernel_si
         TAPS=kernel_size,
         STEP=stride,
         PART=_PART,
-        BLOCK=128,
+        BLOCK=_NUMBERS // _block(kernel_size),
         BLOCK_TAPS=_block(kernel_size),
         num_warps=4,
     )
@@ -101,5 +104,11 @@ def compile_cases(target: Target) -> Iterable[CompileCase]:
             "fp64",
             _moments,
             signature={"samples_ptr": "*fp32", "recordings_ptr": "*i32", "out_ptr": "*fp64", "recordings": "i32"},
-            constants={"TAPS": taps, "STEP": step, "PART": _PART, "BLOCK": 128, "BLOCK_TAPS": _block(taps)},
+            constants={
+                "TAPS": taps,
+                "STEP": step,
+                "PART": _PART,
+                "BLOCK": _NUMBERS // _block(taps),
+                "BLOCK_TAPS": _block(taps),
+            },
         )
