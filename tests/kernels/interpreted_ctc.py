@@ -91,6 +91,17 @@ def test_a_beam_for_everything_finds_every_text() -> None:
         assert hypothesis.score == pytest.approx(log(expected[tuple(hypothesis.tokens)]), abs=1e-4)
 
 
+@pytest.mark.parametrize("beam", [5, 8])
+def test_of_texts_that_are_equally_likely_as_many_are_kept_as_there_is_room_for(beam: int) -> None:
+    log_probs = torch.full((1, 4, 4), 0.25).log()
+    found = PrefixBeamSearch(0, beam)(log_probs, torch.tensor([4]), n_best=beam)[0]
+    texts = [tuple(hypothesis.tokens) for hypothesis in found]
+    assert len(set(texts)) == beam
+    exact = PrefixBeamSearch(0, 400)(log_probs.double(), torch.tensor([4]), n_best=400)[0]
+    scores = {tuple(hypothesis.tokens): hypothesis.score for hypothesis in exact}
+    assert all(hypothesis.score <= scores[text] + 1e-5 for hypothesis, text in zip(found, texts, strict=True))
+
+
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("states", [1, 9, 33])
 def test_viterbi(states: int, keep: bool, monkeypatch: pytest.MonkeyPatch) -> None:
