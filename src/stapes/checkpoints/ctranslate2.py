@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from stapes.checkpoints.formats import EMBEDDING, WhisperCheckpoint, pairs, whisper_config
-from stapes.checkpoints.tensors import read_json
 from stapes.errors import ModelError
 from stapes.models.whisper import WhisperConfig
+from stapes.text.files import read_json
 
 _DTYPES = {0: torch.float32, 1: torch.int8, 2: torch.int16, 3: torch.int32, 4: torch.float16, 5: torch.bfloat16}
 

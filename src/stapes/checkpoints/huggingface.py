@@ -8,19 +8,23 @@ from pathlib import Path
 from torch import Tensor
 
 from stapes.checkpoints.formats import WhisperCheckpoint, pairs, whisper_config, whisper_names
-from stapes.checkpoints.tensors import open_tensors, read_json, read_tensors, weight_files
+from stapes.checkpoints.tensors import open_tensors, read_tensors, weight_files
 from stapes.errors import ModelError
 from stapes.models.whisper import WhisperConfig
+from stapes.text.files import read_json
 
 
-def open_huggingface(folder: Path, name: str | None = None) -> WhisperCheckpoint:
-    """Describe the model in ``folder``. Raises ModelError when a file is missing or it is not a Whisper."""
+def open_huggingface(folder: Path, name: str | None = None, *, has_weights: bool = True) -> WhisperCheckpoint:
+    """Describe the model in ``folder``. Raises ModelError when a file is missing or it is not a Whisper.
+
+    has_weights: False for a folder whose weights are in graphs, not to be read.
+    """
     settings = read_json(folder / "config.json")
     if settings.get("model_type") != "whisper":
         raise ModelError(
             f"{folder} holds a {settings.get('model_type', 'nameless')!r} model; only Whisper can be loaded"
         )
-    files = _weight_files(folder)
+    files = _weight_files(folder) if has_weights else []
     config = whisper_config(
         folder / "config.json",
         mel_bins=settings.get("num_mel_bins"),

@@ -15,10 +15,10 @@ from stapes.checkpoints.ctranslate2 import open_ctranslate2
 from stapes.checkpoints.formats import EMBEDDING, WhisperCheckpoint
 from stapes.checkpoints.huggingface import open_huggingface
 from stapes.checkpoints.openai import open_openai
-from stapes.checkpoints.tensors import read_json
 from stapes.devices.memory import trim_heap
 from stapes.errors import ModelError
 from stapes.models.whisper import Whisper, sinusoids
+from stapes.text.files import read_json
 
 # Memory is given back each time this part of the model has been read: what lies idle stays within it.
 _IDLE_PART = 0.004

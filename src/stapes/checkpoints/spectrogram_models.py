@@ -18,12 +18,13 @@ from torch import Tensor, nn
 
 from stapes.checkpoints.folders import written_whole
 from stapes.checkpoints.formats import WhisperCheckpoint
-from stapes.checkpoints.tensors import open_tensors, read_json, read_tensors, weight_files
+from stapes.checkpoints.tensors import open_tensors, read_tensors, weight_files
 from stapes.errors import ModelError
 from stapes.models.conformer import ConformerConfig
 from stapes.models.ctc_head import CTC, CTCConfig, WhisperEncoder, WhisperEncoderConfig
 from stapes.models.hybrid import Hybrid, HybridConfig
 from stapes.text.ctc_tokenizer import CTCTokenizer
+from stapes.text.files import read_json
 
 Kind = Literal["ctc", "hybrid"]
 KINDS: Mapping[str, Kind] = {"stapes-ctc": "ctc", "stapes-hybrid": "hybrid"}

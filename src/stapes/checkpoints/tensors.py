@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import math
 import pickle
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from stapes.errors import ModelError
+from stapes.text.files import read_json
 
 # The mapped pages of a file count as this process's memory until it is closed, so it is closed after each such part.
 _PART = 0.01
@@ -26,19 +26,6 @@ class TensorFile(Protocol):
     def keys(self) -> Iterable[str]: ...
 
     def get_tensor(self, name: str) -> Tensor: ...
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object; ModelError when it is missing or broken."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ModelError(f"{path} is missing: this folder is no model, or it was only partly downloaded") from None
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path} cannot be read ({error}); fetch the model again") from None
-    if not isinstance(value, dict):
-        raise ModelError(f"{path} is not a JSON object; fetch the model again")
-    return value
 
 
 def weight_files(folder: Path, stem: str = "model", suffix: str = ".safetensors") -> list[Path]:

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from stapes.checkpoints.tensors import open_tensors, read_json, read_tensors, weight_files
+from stapes.checkpoints.tensors import open_tensors, read_tensors, weight_files
 from stapes.checkpoints.wav2vec2_names import (
     HEAD,
     MASK_EMBEDDING,
@@ -33,6 +33,7 @@ from stapes.devices.memory import trim_heap
 from stapes.errors import ModelError, OutputError, UsageError
 from stapes.models.wav2vec2 import SAMPLE_RATE, Wav2Vec2, Wav2Vec2Config
 from stapes.text.ctc_tokenizer import CTCTokenizer
+from stapes.text.files import read_json
 
 _CLASSES = {"wav2vec2": "Wav2Vec2", "hubert": "Hubert"}
 # Everything in a checkpoint whose name begins so must be known; what lies elsewhere served pre-training.
@@ -134,6 +135,21 @@ def open_wav2vec2(path: Path, name: str | None = None, language: str | None = No
         normalize=_normalize(folder),
         language=tokenizer.language if tokenizer else None,
         languages=languages,
+        settings=settings,
+    )
+
+
+def describe_wav2vec2(folder: Path, name: str | None = None) -> Wav2Vec2Checkpoint:
+    """A model whose weights are in a graph, not to be read: as `open_wav2vec2` in its one language."""
+    settings = read_json(folder / "config.json")
+    return Wav2Vec2Checkpoint(
+        name=name or folder.name,
+        path=folder,
+        kind=str(settings.get("model_type")),
+        config=config_of(settings, folder / "config.json", has_head=True),
+        places=(),
+        tokenizer=CTCTokenizer.from_folder(folder),
+        normalize=_normalize(folder),
         settings=settings,
     )
 
@@ -302,7 +318,7 @@ def save_wav2vec2(checkpoint: Wav2Vec2Checkpoint, folder: Path, model: Wav2Vec2 
 
 
 def _save(checkpoint: Wav2Vec2Checkpoint, weights: Iterator[tuple[str, Tensor]], folder: Path) -> None:
-    config, tokenizer = checkpoint.config, checkpoint.tokenizer
+    config = checkpoint.config
     # A model without a head is written as the bare network, whose names have no prefix.
     names = dict(wav2vec2_names(config, f"{checkpoint.kind}." if config.vocab_size else ""))
     state: dict[str, Tensor] = {}
@@ -314,12 +330,27 @@ def _save(checkpoint: Wav2Vec2Checkpoint, weights: Iterator[tuple[str, Tensor]],
         else:
             state[names[name]] = tensor
     save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    dtype = str(next(iter(state.values())).dtype).removeprefix("torch.")
+    write_wav2vec2_settings(checkpoint, folder, dtype, masks=names[MASK_EMBEDDING] in state)
+    if config.adapter_width and checkpoint.language is not None:
+        spoken = {names[name] for name in names if is_language_weight(name)}
+        adapter = {name: tensor for name, tensor in state.items() if name in spoken}
+        save_file(adapter, folder / f"adapter.{checkpoint.language}.safetensors", metadata={"format": "pt"})
+    for language in checkpoint.languages:
+        if language != checkpoint.language:
+            file = _adapter(checkpoint.folder, language)
+            shutil.copyfile(file, folder / file.name)
+
+
+def write_wav2vec2_settings(checkpoint: Wav2Vec2Checkpoint, folder: Path, dtype: str, *, masks: bool = False) -> None:
+    """All that a model's folder has beside its weights. ``masks``: the embedding of hidden frames is among them."""
+    config, tokenizer = checkpoint.config, checkpoint.tokenizer
     settings = dict(checkpoint.settings) | settings_of(config)
     settings["model_type"] = checkpoint.kind
     settings["architectures"] = [_CLASSES[checkpoint.kind] + ("ForCTC" if config.vocab_size else "Model")]
-    settings["dtype"] = str(next(iter(state.values())).dtype).removeprefix("torch.")
+    settings["dtype"] = dtype
     settings.pop("torch_dtype", None)
-    if names[MASK_EMBEDDING] not in state:
+    if not masks:
         settings |= {"mask_time_prob": 0.0, "mask_feature_prob": 0.0}  # transformers would look for it
     if tokenizer is not None:
         settings["pad_token_id"] = tokenizer.blank_id  # what transformers' CTC loss takes for the blank
@@ -336,11 +367,3 @@ def _save(checkpoint: Wav2Vec2Checkpoint, weights: Iterator[tuple[str, Tensor]],
     }
     for name, value in (("config.json", settings), ("preprocessor_config.json", preprocessor)):
         (folder / name).write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
-    if config.adapter_width and checkpoint.language is not None:
-        spoken = {names[name] for name in names if is_language_weight(name)}
-        adapter = {name: tensor for name, tensor in state.items() if name in spoken}
-        save_file(adapter, folder / f"adapter.{checkpoint.language}.safetensors", metadata={"format": "pt"})
-    for language in checkpoint.languages:
-        if language != checkpoint.language:
-            file = _adapter(checkpoint.folder, language)
-            shutil.copyfile(file, folder / file.name)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from stapes.errors import ModelError, UsageError
+from stapes.text.files import read_json
 
 Vocabulary = Mapping[str, int]
 
@@ -59,10 +60,10 @@ class CTCTokenizer:
         Raises ModelError for files that are missing or damaged or that are not of a CTC model, UsageError for a
         ``language`` that the model does not know.
         """
-        vocabulary = _read(folder / "vocab.json")
+        vocabulary = read_json(folder / "vocab.json")
         settings: dict[str, Any] = {}
         for name in ("special_tokens_map.json", "tokenizer_config.json"):
-            settings |= _read(folder / name) if (folder / name).exists() else {}
+            settings |= read_json(folder / name) if (folder / name).exists() else {}
         kind = settings.get("tokenizer_class", "Wav2Vec2CTCTokenizer")
         if kind not in ("Wav2Vec2CTCTokenizer", "Wav2Vec2Tokenizer"):
             raise ModelError(f"{folder} has a {kind}; only Wav2Vec2CTCTokenizer, which writes text, can be used")
@@ -242,15 +243,3 @@ def _of_language(vocabularies: Mapping[str, Vocabulary], language: str) -> Vocab
 
 def _is_vocabulary(value: object) -> bool:
     return isinstance(value, dict) and bool(value) and all(type(id) is int and id >= 0 for id in value.values())
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ModelError(f"{path} is missing: the model cannot write text without it; fetch the model again") from None
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path} cannot be read ({error}); fetch the model again") from None
-    if not isinstance(value, dict):
-        raise ModelError(f"{path} is not a JSON object; fetch the model again")
-    return value

@@ -1,15 +1,16 @@
-"""A file that is either whole or absent."""
+"""Files: written whole or not at all, read with errors that say what to do."""
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
-from stapes.errors import OutputError
+from stapes.errors import ModelError, OutputError
 
 
 @contextmanager
@@ -35,3 +36,16 @@ def whole_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
             f"{target}: cannot be written ({error.strerror or error}); free the space, mend the permissions or choose "
             "another folder"
         ) from error
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object of a model. Raises ModelError when it is missing or broken."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ModelError(f"{path} is missing: this folder is no model, or it was only partly downloaded") from None
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} cannot be read ({error}); fetch the model again") from None
+    if not isinstance(value, dict):
+        raise ModelError(f"{path} is not a JSON object; fetch the model again")
+    return value

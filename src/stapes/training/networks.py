@@ -20,7 +20,6 @@ from stapes.checkpoints.spectrogram_models import (
     open_spectrogram_model,
     save_spectrogram_model,
 )
-from stapes.checkpoints.tensors import read_json
 from stapes.checkpoints.wav2vec2 import Wav2Vec2Checkpoint, load_wav2vec2, open_wav2vec2, save_wav2vec2
 from stapes.data.masking import SpecAugment, span_mask
 from stapes.errors import ModelError, UsageError
@@ -29,6 +28,7 @@ from stapes.models.ctc_head import CTC, CTCConfig, WhisperEncoder
 from stapes.models.hybrid import Hybrid, HybridConfig
 from stapes.models.wav2vec2 import Wav2Vec2
 from stapes.text.ctc_tokenizer import CTCTokenizer
+from stapes.text.files import read_json
 from stapes.training.config import MaskOptions, ModelOptions, TrainConfig
 from stapes.training.objectives import Objective, SpectrogramObjective, Wav2Vec2Objective
 
