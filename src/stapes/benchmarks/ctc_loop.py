@@ -138,6 +138,8 @@ class BeamLoop(_OurLoop):
     def __init__(self, subject: CtcSubject, search: PrefixBeamSearch) -> None:
         super().__init__(subject)
         self._search = search
+        # What is left to do on the device when a batch is done must not wait for the batches behind it.
+        self._ends = torch.cuda.Stream(self.device, priority=-1) if self.device.type == "cuda" else None
 
     def enqueue(self, batch: Batch) -> BeamState:
         packed, packing = self.logits(batch)
@@ -150,7 +152,9 @@ class BeamLoop(_OurLoop):
         return state
 
     def finish(self, work: BeamState) -> list[str]:
-        return [self.tokenizer.decode(found[0].tokens) if found else "" for found in self._search.finish(work)]
+        with torch.cuda.stream(self._ends):  # does nothing for None
+            texts = self._search.finish(work)
+        return [self.tokenizer.decode(found[0].tokens) if found else "" for found in texts]
 
 
 def greedy_texts(
