@@ -15,7 +15,7 @@ from typing import NoReturn
 from cyclopts import App, CycloptsError, Parameter, UnknownCommandError
 
 import stapes
-from stapes.cli import bench, kernels, lm, models
+from stapes.cli import bench, kernels, lm, models, serve
 from stapes.cli.align import align
 from stapes.cli.arguments import normalise
 from stapes.cli.compare import compare
@@ -47,6 +47,7 @@ app.command(evaluate, usage="Usage: stapes evaluate [OPTIONS] MODEL MANIFEST")
 app.command(prepare, usage="Usage: stapes prepare [OPTIONS] CORPUS SOURCE OUT")
 app.command(train, usage="Usage: stapes train [OPTIONS] RECIPE")
 app.command(compare, usage="Usage: stapes compare [OPTIONS] RESULT…")
+app.command(serve.app)
 app.command(bench.app)
 app.command(kernels.app)
 app.command(lm.app)

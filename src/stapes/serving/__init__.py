@@ -1,0 +1,1 @@
+"""The server: HTTP in OpenAI's shape, live sessions over WebSocket, a page."""
