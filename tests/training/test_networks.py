@@ -72,7 +72,7 @@ def test_ctc_on_whispers_encoder_becomes_a_model_and_part_of_it_may_stay(
     config.optimizer.ema, config.checkpoint.dtype = None, "fp16"
     trainer, result = trained(config)
     source = load_file(whisper / "model.safetensors")
-    weights = trainer.weights()
+    weights = trainer.optimizer.weights()
     assert torch.equal(weights["encoder.layers.0.mlp.up.weight"], source["model.encoder.layers.0.fc1.weight"])
     assert not torch.equal(weights["encoder.layers.1.mlp.up.weight"], source["model.encoder.layers.1.fc1.weight"])
     assert result.model is not None
@@ -82,7 +82,7 @@ def test_ctc_on_whispers_encoder_becomes_a_model_and_part_of_it_may_stay(
     config = config_on(tmp_path / "again", manifest, result.model)
     config.objective.kind, config.model.decoder_layers = "hybrid", 1
     again = opened(config)
-    same = again.weights()["encoder.layers.1.mlp.up.weight"]
+    same = again.optimizer.weights()["encoder.layers.1.mlp.up.weight"]
     assert torch.equal(same, written["encoder.layers.1.mlp.up.weight"].float())
 
 

@@ -57,6 +57,7 @@ def test_every_recipe_makes_sense_once_it_has_data(name: str) -> None:
         ("data.train=a.jsonl", "data", "train", ["a.jsonl"]),
         ('data.train=["a.jsonl", "b.jsonl"]', "data", "train", ["a.jsonl", "b.jsonl"]),
         ("augment.speeds=0.9,1,1.1", "augment", "speeds", (0.9, 1.0, 1.1)),
+        ("augment.speeds=1", "augment", "speeds", (1.0,)),
         ("augment.noises=a/b,c", "augment", "noises", ("a/b", "c")),
         ("model.subsampling=8", "model", "subsampling", 8),
         ("optimizer.lr_scales.encoder=0.1", "optimizer", "lr_scales", {"encoder": 0.1}),
@@ -84,7 +85,7 @@ def test_assignments(text: str, section: str, name: str, value: object) -> None:
         ("run.compile=1", "true or false"),
         ("model.subsampling=3", "2, 4, 8"),
         ("objective.kind=rnnt", "ctc, attention, hybrid"),
-        ("data.train=1", "list of text"),
+        ("data.train=1", "give text"),
     ],
 )
 def test_what_is_refused(text: str, said: str) -> None:

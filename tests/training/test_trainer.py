@@ -42,8 +42,8 @@ def log_of(folder: Path, kind: str = "train") -> list[dict[str, object]]:
 
 def same_state(a: Trainer, b: Trainer) -> None:
     """Weights, optimiser and moving average are equal, bit for bit."""
-    first = {"network": a.weights(), "optimizer": a.optimizer.state_dict()}
-    second = {"network": b.weights(), "optimizer": b.optimizer.state_dict()}
+    first = {"network": a.optimizer.weights(), "optimizer": a.optimizer.state_dict()}
+    second = {"network": b.optimizer.weights(), "optimizer": b.optimizer.state_dict()}
     torch.testing.assert_close(first, second, rtol=0, atol=0)
 
 
@@ -183,7 +183,7 @@ def test_utterances_that_are_not_numbers_skip_the_step_and_are_named(
 
     monkeypatch.setattr(trainer, "_batches", poisoned)
     assert trainer.run().steps == 6
-    assert all(bool(tensor.isfinite().all()) for tensor in trainer.weights().values())
+    assert all(bool(tensor.isfinite().all()) for tensor in trainer.optimizer.weights().values())
     named = [note for note in notes if "is skipped" in note]
     assert [note.endswith(f"utterances: {name}") for note, name in zip(named, spoilt, strict=True)] == [True, True]
 
@@ -251,8 +251,8 @@ def test_out_of_memory_the_step_is_made_in_halves(
 
     monkeypatch.setattr(halved.objective, "forward", limited)
     halved.run()
-    for name, tensor in whole.weights().items():
-        torch.testing.assert_close(tensor, halved.weights()[name], rtol=1e-3, atol=1e-5)
+    for name, tensor in whole.optimizer.weights().items():
+        torch.testing.assert_close(tensor, halved.optimizer.weights()[name], rtol=1e-3, atol=1e-5)
 
 
 def test_it_stops_early_where_dev_gets_no_better(manifest: Path, dev: Path, tmp_path: Path) -> None:

@@ -85,7 +85,7 @@ def _config(kind: Kind, settings: Mapping[str, Any], source: Path) -> CTCConfig 
     if not isinstance(encoder, dict) or encoder_class is None:
         raise ModelError(f"{source} does not say which encoder the model has; copy the model's folder again")
     inner = encoder_class(**_sizes(encoder, encoder_class, source))
-    if inner.width % inner.heads:
+    if inner.width % max(1, inner.heads):
         raise ModelError(f"{source}: the encoder's width is no multiple of its heads; copy the model's folder again")
     if isinstance(inner, ConformerConfig) and inner.subsampling not in (2, 4, 8):
         raise ModelError(f"{source}: the encoder's subsampling is {inner.subsampling}, not 2, 4 or 8")
@@ -102,7 +102,7 @@ def _sizes(settings: Mapping[str, Any], config_class: type, source: Path) -> dic
         value = settings[field.name]
         wanted = type(field.default) if field.name != "vocab_size" else int
         good = type(value) is wanted or (wanted is float and type(value) is int)
-        least = 0 if wanted is float else 1
+        least = 0 if wanted is float or field.name == "heads" else 1
         if not good or (wanted is not bool and not value >= least) or (wanted is float and value >= 1):
             raise ModelError(f"{source}: {field.name} is {value!r}, which cannot be; copy the model's folder again")
         out[field.name] = value

@@ -22,8 +22,8 @@ from stapes.models.waveform import is_real, zero_padding
 
 Count = TypeVar("Count", int, Tensor)
 
-# Of log-mel spectrograms of speech on Whisper's scale, about: the network's inputs have mean 0 and deviation 1.
-_MEAN, _DEVIATION = -0.15, 0.5
+_FLOOR = 0.02
+"""Of a mel bin's deviation over a recording, on Whisper's scale: what does not change is not made loud."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,8 @@ class ConformerConfig:
     width: int = 256
     layers: int = 12
     heads: int = 4
+    """0: no attention. A state then hears what the convolutions reach and not where a recording begins or ends, so that
+    nothing but the sound can be learnt."""
     mlp_width: int = 1024
     conv_kernel: int = 31
     """Frames that a layer's convolution sees; odd."""
@@ -51,6 +53,11 @@ class ConformerConfig:
     def frame_seconds(self) -> float:
         """Seconds from one state to the next."""
         return self.subsampling / 100
+
+    @property
+    def reach(self) -> int:
+        """States that the convolutions hear to each side of one, at least."""
+        return self.layers * (self.conv_kernel // 2) + 2
 
     def state_count(self, frames: Count) -> Count:
         """States of so many frames of 10 ms, exactly; an int, or a tensor of ints for a tensor."""
@@ -76,7 +83,7 @@ class Subsampling(nn.Module):
 
     def forward(self, mel: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """(batch, mel bins, frames), frames (batch,) → (batch, states, width), states (batch,)."""
-        x = zero_padding(((mel - _MEAN) / _DEVIATION).transpose(1, 2), lengths)[:, None]
+        x = zero_padding(mel.transpose(1, 2), lengths)[:, None]
         x, lengths = F.silu(self.first(x)), _halve(lengths)
         for depthwise, pointwise in zip(self.depthwise, self.pointwise, strict=True):
             x = zero_padding(x.transpose(1, 2), lengths).transpose(1, 2)
@@ -170,16 +177,18 @@ class ConformerLayer(nn.Module):
         super().__init__()
         width, dropout = config.width, config.dropout
         self.first_mlp = MLP(width, config.mlp_width, dropout)
-        self.attention = RotaryAttention(width, config.heads, dropout)
+        self.attention = RotaryAttention(width, config.heads, dropout) if config.heads else None
         self.convolution = ConvolutionModule(width, config.conv_kernel, dropout)
         self.second_mlp = MLP(width, config.mlp_width, dropout)
         self.norm = nn.LayerNorm(width)
 
     def forward(
-        self, x: Tensor, rotation: tuple[Tensor, Tensor], mask: Tensor | None, lengths: Tensor | None
+        self, x: Tensor, rotation: tuple[Tensor, Tensor] | None, mask: Tensor | None, lengths: Tensor | None
     ) -> Tensor:
         x = x + 0.5 * self.first_mlp(x)
-        x = x + self.attention(x, rotation, mask)
+        if self.attention is not None:
+            assert rotation is not None
+            x = x + self.attention(x, rotation, mask)
         x = x + self.convolution(x, lengths)
         x = x + 0.5 * self.second_mlp(x)
         return self.norm(x)
@@ -201,13 +210,46 @@ class Conformer(nn.Module):
         mel: log-mel spectrogram (batch, mel bins, frames of 10 ms). ``lengths`` (batch,) are real frames; None: all
         are, which spares attention its mask.
         """
+        mel = normalize_bins(mel, lengths)
+        margin = 0 if self.config.heads else self.config.reach
+        if margin:
+            mel, lengths = _with_margins(mel, lengths, margin * self.config.subsampling)
         x, counts = self.subsampling(mel, lengths)
         x = self.dropout(x)
-        rotation = rotary_angles(x.shape[1], self.config.width // self.config.heads, x.device)
+        width, heads = self.config.width, self.config.heads
+        rotation = rotary_angles(x.shape[1], width // heads, x.device) if heads else None
         # A row without a real state looks at its first one: attention to nothing is not a number in some kernels.
         mask = None if counts is None else is_real(counts.clamp(min=1), x.shape[1])[:, None, None]
         for layer in self.layers:
             x = layer(x, rotation, mask, counts)
+        if margin:
+            x = x[:, margin:-margin]
+            counts = None if counts is None else (counts - 2 * margin).clamp(min=0)
         if counts is None:
             counts = torch.full((len(x),), x.shape[1], device=x.device)
         return x, counts
+
+
+def normalize_bins(mel: Tensor, lengths: Tensor | None) -> Tensor:
+    """Each mel bin with mean 0 and deviation 1 over the row's real frames: microphones and rooms then matter less."""
+    if lengths is None:
+        deviation, mean = torch.std_mean(mel, dim=2, correction=0, keepdim=True)
+        return (mel - mean) / (deviation + _FLOOR)
+    real = is_real(lengths, mel.shape[2])[:, None]
+    count = lengths.clamp(min=1)[:, None, None]
+    mean = torch.where(real, mel, 0).sum(2, keepdim=True) / count
+    centred = torch.where(real, mel - mean, 0)
+    deviation = (centred.square().sum(2, keepdim=True) / count).sqrt()
+    return centred / (deviation + _FLOOR)
+
+
+def _with_margins(mel: Tensor, lengths: Tensor | None, frames: int) -> tuple[Tensor, Tensor | None]:
+    """Go on with the first and the last real frame of each row for so many frames.
+
+    Zeros there would tell where a recording begins and ends, and a small corpus is learnt by heart from that.
+    """
+    at = torch.arange(-frames, mel.shape[2] + frames, device=mel.device)
+    if lengths is None:
+        return mel[:, :, at.clamp(min=0, max=mel.shape[2] - 1)], None
+    at = at.minimum(lengths[:, None] - 1).clamp(min=0)
+    return mel.gather(2, at[:, None].expand(-1, mel.shape[1], -1)), lengths + 2 * frames

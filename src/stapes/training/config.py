@@ -27,7 +27,8 @@ class DataOptions:
     dev: list[str] = field(default_factory=list)
     """Manifests that choose the best checkpoint. None: there is no choice, the last one is the result."""
     vocabulary: str = "char"
-    """char: the characters of the training text; bpe or unigram: parts of its words; or a folder with a vocab.json."""
+    """char: the characters of the training text; bpe or unigram: parts of its words; words: each word, where there are
+    few; or a folder with a vocab.json."""
     vocabulary_size: int = 500
     """Tokens of a bpe or unigram vocabulary."""
     batch_seconds: float = 240.0
@@ -70,7 +71,7 @@ class ModelOptions:
     layers: int = 12
     """Layers of the Conformer."""
     heads: int = 4
-    """Attention heads of the Conformer."""
+    """Attention heads of the Conformer; 0: convolutions alone, which cannot learn whole sentences by heart."""
     mlp_width: int = 1024
     """Inner width of its MLPs."""
     conv_kernel: int = 31
@@ -252,7 +253,7 @@ class TrainConfig:
                     raise UsageError(f"{place}.{name} is {each}: it must be from {low:g} to {high:g}")
         if len(self.optimizer.betas) != 2:
             raise UsageError(f"optimizer.betas is {self.optimizer.betas}: give two numbers, such as [0.9, 0.98]")
-        if self.model.width % self.model.heads or not self.model.conv_kernel % 2:
+        if self.model.width % max(1, self.model.heads) or not self.model.conv_kernel % 2:
             raise UsageError("model.width must be a multiple of model.heads, and model.conv_kernel odd")
         if self.checkpoint.average > 1 and not self.data.dev:
             raise UsageError("checkpoint.average compares on dev manifests: give data.dev, or average 1")
@@ -273,6 +274,7 @@ _RANGES: list[tuple[str, str, float, float]] = [
     ("model", "mel_bins", 8, 256),
     ("model", "width", 8, 16_384),
     ("model", "layers", 1, 256),
+    ("model", "heads", 0, 256),
     ("model", "dropout", 0.0, 0.95),
     ("model", "head_dropout", 0.0, 0.95),
     ("model", "layer_drop", 0.0, 0.95),

@@ -1,16 +1,12 @@
-"""How good the weights are: errors on the dev utterances, and the choice of the best weights by them."""
+"""How good the weights are: errors on the dev utterances."""
 
 from __future__ import annotations
 
-import torch
-
 from stapes.data.batching import TrainingData
-from stapes.training.checkpoint import Kept, average_weights
 from stapes.training.config import RunOptions
 from stapes.training.metrics import Scores
 from stapes.training.objectives import Objective, prepare
-from stapes.training.optimizer import like
-from stapes.training.parallel import Processes, forget_gathered
+from stapes.training.parallel import Processes
 
 
 def score_dev(
@@ -40,15 +36,3 @@ def score_dev(
     objective.train(was_training)
     summed = processes.sum(scores.tensor().to(processes.device.torch))
     return Scores.of(summed.cpu()), samples
-
-
-@torch.no_grad()
-def score_average(
-    kept: list[Kept], objective: Objective, dev: TrainingData, processes: Processes, run: RunOptions
-) -> tuple[Scores, dict[str, torch.Tensor]]:
-    """Errors with the mean of several weights, which the network then has, and these weights."""
-    weights = average_weights(kept)
-    for name, parameter in objective.network.named_parameters():
-        parameter.copy_(like(weights[name], parameter))
-    forget_gathered(objective)
-    return score_dev(objective, dev, processes, run)[0], weights

@@ -12,7 +12,8 @@ from stapes.training.networks import build_network
 from stapes.training.optimizer import freeze
 from stapes.training.parallel import Processes, choose_strategy
 from stapes.training.plan import Costs, memory_bytes, parameter_counts, usual_flops_per_second
-from stapes.training.setup import choose_precision, open_vocabulary
+from stapes.training.setup import choose_precision
+from stapes.training.vocabulary import open_vocabulary
 
 _TOKENS_PER_SECOND = 15
 """Characters in a second of speech, about: for the decoder's share of the operations."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -32,7 +33,11 @@ from stapes.text.files import read_json
 from stapes.training.config import MaskOptions, ModelOptions, TrainConfig
 from stapes.training.objectives import Objective, SpectrogramObjective, Wav2Vec2Objective
 
+_BLANK_BIAS = float(os.environ.get("BB", "3.0"))
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+_BLANK_BIAS = 3.0
+"""The blank is e³ times as likely as any other token before anything is learnt."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +94,21 @@ def build_network(config: TrainConfig, tokenizer: CTCTokenizer, seed: int) -> tu
             )
         )
     network.encoder = encoder
+    if network.head is not None:
+        _start_silent(network.head, tokenizer.blank_id)
     return network.train().requires_grad_(), source
+
+
+def _start_silent(head: nn.Linear, blank: int) -> None:
+    """Have a new CTC head say almost nothing at first, whatever it hears.
+
+    From logits at random it may learn to say the tokens where it hears silence, and a small corpus is not enough to
+    unlearn that; from here it has to find out what they sound like.
+    """
+    nn.init.normal_(head.weight, std=0.02)
+    nn.init.zeros_(head.bias)
+    with torch.no_grad():
+        head.bias[blank] = _BLANK_BIAS
 
 
 def _encoder(options: ModelOptions, source: Source | None) -> Conformer | WhisperEncoder:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from stapes.errors import UsageError
+from stapes.errors import ModelError, UsageError
 from stapes.training.config import OptimizerOptions
 
 _SCALE_GROWTH_STEPS = 2000
@@ -107,6 +107,7 @@ class Optimizer:
         on_swap: Callable[[], None] = lambda: None,
     ) -> None:
         self.options, self.total_steps, self._on_swap = options, total_steps, on_swap
+        self._network = network
         self.step_number = 0
         """Steps tried so far, skipped ones too."""
         self._groups = parameter_groups(network, options)
@@ -186,6 +187,22 @@ class Optimizer:
             self._good_steps += 1
             if self._good_steps == _SCALE_GROWTH_STEPS:
                 self.scale, self._good_steps = min(2.0**24, self.scale * 2), 0
+
+    def weights(self) -> dict[str, Tensor]:
+        """The network's weights by name, whole, on the CPU, frozen ones too. All processes must call it."""
+        return {name: whole(parameter) for name, parameter in self._network.named_parameters()}
+
+    @torch.no_grad()
+    def set_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Give the network, and the moving average, other weights. ModelError where they are another network's."""
+        for name, parameter in self._network.named_parameters():
+            tensor = weights.get(name)
+            if tensor is None or tensor.shape != parameter.shape:
+                raise ModelError(f"the weights are of another network ({name} differs): use their own settings")
+            parameter.copy_(like(tensor, parameter))
+        if self.average is not None:
+            self.average = [parameter.detach().clone() for parameter in self._parameters]
+        self._on_swap()
 
     @contextmanager
     def averaged(self) -> Iterator[None]:

@@ -159,6 +159,8 @@ def gradient_sync(wrapped: nn.Module, last: bool) -> Iterator[None]:
         return
     if isinstance(wrapped, FSDPModule):
         cast(FSDPModule, wrapped).set_requires_gradient_sync(last)
+    elif hasattr(wrapped, "set_gradient_accumulation_boundary"):  # DeepSpeed's engine
+        wrapped.set_gradient_accumulation_boundary(last)  # pyright: ignore[reportCallIssue]
     yield
 
 

@@ -141,10 +141,9 @@ def _as(value: Any, kind: Any, place: str) -> Any:
     if origin is Literal:
         return value if value in get_args(kind) else _NO
     if origin in (list, tuple):
-        if isinstance(value, str):
-            value = [value]
-        if not isinstance(value, list | tuple):
+        if value is None or isinstance(value, Mapping):
             return _NO
+        value = value if isinstance(value, list | tuple) else [value]
         return origin(_convert(each, get_args(kind)[0], place) for each in value)
     if origin is dict:
         inner = get_args(kind)[1]

@@ -5,27 +5,27 @@ from __future__ import annotations
 import shutil
 from functools import partial
 from pathlib import Path
-from typing import cast, get_args
 
 import torch
 
 from stapes.data.augment import WaveformAugment
 from stapes.data.batching import TrainingData
 from stapes.data.manifest import Manifest
-from stapes.data.vocabulary import VocabularyKind, build_vocabulary
 from stapes.devices.backend import usable_dtypes
-from stapes.errors import ModelError, UsageError
+from stapes.errors import UsageError
 from stapes.progress import Progress
 from stapes.text.ctc_tokenizer import CTCTokenizer
 from stapes.training.checkpoint import Checkpoints
 from stapes.training.config import TrainConfig, changes
+from stapes.training.deepspeed import DeepSpeedOptimizer
 from stapes.training.networks import DTYPES, build_network, build_objective, layers_of
 from stapes.training.objectives import Objective, prepare
-from stapes.training.optimizer import Optimizer, freeze, like
+from stapes.training.optimizer import Optimizer, freeze
 from stapes.training.parallel import Processes, choose_strategy, forget_gathered, parallelize, prepare_layers
 from stapes.training.recipes import recipe
 from stapes.training.settings import apply_mapping
 from stapes.training.trainer import Trainer
+from stapes.training.vocabulary import encoder_of, open_vocabulary
 
 _SMALLER = 0.75
 """What is left of a batch's seconds after memory ran out."""
@@ -75,12 +75,20 @@ def open_run(config: TrainConfig, processes: Processes, progress: Progress, *, r
     data = _data(config, manifest, tokenizer, processes, seconds, train=True)
     total = config.run.steps or max(1, round((config.run.epochs or 0) * data.steps(0)))
     drops = source is not None and source.kind == "wav2vec2" and config.model.layer_drop > 0
-    wrapped = parallelize(
-        objective, layers, processes, strategy, config.parallel, DTYPES[precision], drops_layers=drops
-    )
-    optimizer = Optimizer(
-        network, config.optimizer, total, loss_scaling=precision == "fp16", on_swap=partial(forget_gathered, objective)
-    )
+    if strategy == "deepspeed":
+        optimizer = DeepSpeedOptimizer(objective, network, config.optimizer, config.parallel, total, processes)
+        wrapped = optimizer.engine
+    else:
+        wrapped = parallelize(
+            objective, layers, processes, strategy, config.parallel, DTYPES[precision], drops_layers=drops
+        )
+        optimizer = Optimizer(
+            network,
+            config.optimizer,
+            total,
+            loss_scaling=precision == "fp16",
+            on_swap=partial(forget_gathered, objective),
+        )
     trainer = Trainer(config, processes, objective, wrapped, optimizer, data, dev, source, precision, progress)
     if step is not None:
         _restore(trainer, checkpoints, step, progress)
@@ -108,21 +116,6 @@ def _times_out_of_memory(folder: Path) -> int:
         return 0
 
 
-def open_vocabulary(config: TrainConfig, manifest: Manifest, kept: Path | None) -> CTCTokenizer:
-    """The run's tokenizer: kept from before, from a folder, or made from the training text. Raises UsageError."""
-    if kept is not None:
-        return CTCTokenizer.from_folder(kept)
-    wanted = config.data.vocabulary
-    if wanted in get_args(VocabularyKind):
-        return build_vocabulary(manifest, cast(VocabularyKind, wanted), config.data.vocabulary_size)
-    if not Path(wanted).is_dir():
-        raise UsageError(f"data.vocabulary is {wanted!r}: say char, bpe, unigram, or a folder with a vocab.json")
-    tokenizer = CTCTokenizer.from_folder(Path(wanted))
-    if config.objective.kind != "ctc" and not {tokenizer.start, tokenizer.end} <= set(tokenizer.vocabulary):
-        raise UsageError(f"{wanted} has no start and end token, which a decoder needs: say char or bpe")
-    return tokenizer
-
-
 def _keep_vocabulary(tokenizer: CTCTokenizer, folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -140,7 +133,7 @@ def _data(
 ) -> TrainingData:
     return TrainingData(
         manifest,
-        tokenizer,
+        encoder_of(tokenizer),
         budget_seconds=seconds,
         augment=WaveformAugment(config.augment) if train else None,
         world_size=processes.world_size,
@@ -194,12 +187,7 @@ def _restore(trainer: Trainer, checkpoints: Checkpoints, step: int, progress: Pr
     different = changes(before, trainer.config)
     if different and trainer.processes.is_first:
         progress.note(f"going on with other settings than before: {', '.join(different)}")
-    with torch.no_grad():
-        for name, parameter in trainer.objective.network.named_parameters():
-            tensor = state["network"].get(name)
-            if tensor is None or tensor.shape != parameter.shape:
-                raise ModelError(f"checkpoints/step-{step} is of another network ({name} differs): use its settings")
-            parameter.copy_(like(tensor, parameter))
+    trainer.optimizer.set_weights(state["network"])
     trainer.optimizer.load_state_dict(state["optimizer"])
     trainer.data.load_state_dict(state["data"])
     trainer.bad_steps, trainer.worse = state["bad_steps"], state["worse"]

@@ -18,13 +18,14 @@ from stapes.data.batching import Batch, TrainingData
 from stapes.data.seeds import mix
 from stapes.errors import DeviceError, StapesError
 from stapes.progress import Progress
-from stapes.training.checkpoint import Checkpoints
+from stapes.training.checkpoint import Checkpoints, average_weights
 from stapes.training.config import TrainConfig
-from stapes.training.dev import score_average, score_dev
+from stapes.training.deepspeed import DeepSpeedOptimizer
+from stapes.training.dev import score_dev
 from stapes.training.metrics import MetricsLog, Window, rates, rounded
 from stapes.training.networks import DTYPES, Source, save_model
 from stapes.training.objectives import Losses, Objective, prepare
-from stapes.training.optimizer import Optimizer, whole
+from stapes.training.optimizer import Optimizer
 from stapes.training.parallel import Processes, gradient_sync, lost_process
 from stapes.training.plan import Costs
 from stapes.training.settings import to_mapping
@@ -69,7 +70,7 @@ class Trainer:
         processes: Processes,
         objective: Objective,
         wrapped: torch.nn.Module,
-        optimizer: Optimizer,
+        optimizer: Optimizer | DeepSpeedOptimizer,
         data: TrainingData,
         dev: TrainingData | None,
         source: Source | None,
@@ -324,7 +325,7 @@ class Trainer:
             return False
         begun = time.perf_counter()
         with self.optimizer.averaged():
-            weights = self.weights()
+            weights = self.optimizer.weights()
             scores, samples = score_dev(self.objective, self.dev, self.processes, self.config.run)
         before = self.checkpoints.best()
         self.worse = 0 if not before or scores.wer < before[0].score else self.worse + 1
@@ -349,10 +350,6 @@ class Trainer:
         patience = self.config.run.patience
         return patience is not None and self.worse >= patience
 
-    def weights(self) -> dict[str, Tensor]:
-        """The network's weights by name, whole, on the CPU. All processes must call it."""
-        return {name: whole(parameter) for name, parameter in self.objective.network.named_parameters()}
-
     def _write_model(self, weights: dict[str, Tensor]) -> None:
         """Write the run's result as it is now."""
         save_model(
@@ -370,7 +367,7 @@ class Trainer:
         if self.step in self.checkpoints.steps():
             return
         state = {
-            "network": self.weights(),
+            "network": self.optimizer.weights(),
             "optimizer": self.optimizer.state_dict(),
             "data": self.data.state_dict(),
             "bad_steps": self.bad_steps,
@@ -388,7 +385,7 @@ class Trainer:
         if interrupted:
             return Result(model if model.exists() else None, self.step, None, None, self.seconds, True)
         with self.optimizer.averaged():
-            weights = self.weights()
+            weights = self.optimizer.weights()
         if self.dev is None:
             if self.log is not None:
                 self._write_model(weights)
@@ -397,7 +394,10 @@ class Trainer:
         wer, cer = kept[0].score, kept[0].cer
         count = min(self.config.checkpoint.average, len(kept))
         if count > 1:
-            scores, averaged = score_average(kept[:count], self.objective, self.dev, self.processes, self.config.run)
+            averaged = average_weights(kept[:count])
+            self.optimizer.set_weights(averaged)
+            with self.optimizer.averaged():
+                scores, _ = score_dev(self.objective, self.dev, self.processes, self.config.run)
             self.progress.note(f"the mean of the best {count}: WER {100 * scores.wer:.2f} %, {100 * wer:.2f} % alone")
             if scores.wer < wer:
                 wer, cer = scores.wer, scores.cer

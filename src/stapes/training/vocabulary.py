@@ -1,0 +1,79 @@
+"""The run's tokens: made from the training text, or those of a folder; and how texts are written with them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import cast, get_args
+
+from stapes.data.batching import TextEncoder
+from stapes.data.manifest import Manifest
+from stapes.data.vocabulary import VocabularyKind, build_vocabulary
+from stapes.errors import UsageError
+from stapes.text.ctc_tokenizer import CTCTokenizer
+from stapes.training.config import TrainConfig
+
+_MOST_WORDS = 2000
+
+
+def open_vocabulary(config: TrainConfig, manifest: Manifest, kept: Path | None) -> CTCTokenizer:
+    """The tokenizer of a run that was begun before (``kept``), of a folder, or of the training text.
+
+    Raises UsageError for one that cannot be made, or that a decoder cannot use.
+    """
+    if kept is not None:
+        return CTCTokenizer.from_folder(kept)
+    wanted = config.data.vocabulary
+    if wanted == "words":
+        return word_vocabulary(manifest)
+    if wanted in get_args(VocabularyKind):
+        return build_vocabulary(manifest, cast(VocabularyKind, wanted), config.data.vocabulary_size)
+    if not Path(wanted).is_dir():
+        kinds = ", ".join(get_args(VocabularyKind))
+        raise UsageError(f"data.vocabulary is {wanted!r}: say {kinds}, words, or a folder with a vocab.json")
+    tokenizer = CTCTokenizer.from_folder(Path(wanted))
+    if config.objective.kind != "ctc" and not {tokenizer.start, tokenizer.end} <= set(tokenizer.vocabulary):
+        raise UsageError(f"{wanted} has no start and end token, which a decoder needs: say char or bpe")
+    return tokenizer
+
+
+def word_vocabulary(manifest: Manifest) -> CTCTokenizer:
+    """Every word of the texts as one token, behind the characters that spell any other.
+
+    The mark between words is part of the token, so that it cannot be forgotten between two of them. Raises UsageError
+    for texts with more words than that makes sense for.
+    """
+    spelt = build_vocabulary(manifest, "char")
+    words = Counter(word for utterance in manifest for word in utterance.text.split())
+    if len(words) > _MOST_WORDS:
+        raise UsageError(f"data.vocabulary is words, and the texts have {len(words):,} different ones: say bpe or char")
+    delimiter = spelt.delimiter or "|"
+    tokens = [*spelt.vocabulary, *([] if delimiter in spelt.vocabulary else [delimiter])]
+    tokens += [f"{delimiter}{word}" for word in sorted(words)]
+    return CTCTokenizer({token: id for id, token in enumerate(tokens)}, delimiter=delimiter)
+
+
+def encoder_of(tokenizer: CTCTokenizer) -> TextEncoder:
+    """How training texts are written with a vocabulary: by words where these are tokens."""
+    mark = tokenizer.delimiter or ""
+    has_words = any(len(token) > 1 and token.startswith(mark) for token in tokenizer.vocabulary) if mark else False
+    return WordEncoder(tokenizer) if has_words and mark in tokenizer.vocabulary else tokenizer
+
+
+class WordEncoder:
+    """Writes a text word by word, each with the mark between words before it; words without a token are spelt."""
+
+    def __init__(self, tokenizer: CTCTokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._mark = tokenizer.delimiter or ""
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids. Raises UsageError for a character that has no token."""
+        ids: list[int] = []
+        for word in text.split():
+            whole = self._tokenizer.vocabulary.get(self._mark + word)
+            if whole is not None:
+                ids.append(whole)
+            else:
+                ids += [self._tokenizer.vocabulary[self._mark], *self._tokenizer.encode(word)]
+        return ids
