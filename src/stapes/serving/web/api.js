@@ -90,13 +90,14 @@ export function transcribe(file, name, settings, { signal, onUpload, onEvent }) 
 const endpoint = ({ task }) => (task === "translate" ? "v1/audio/translations" : "v1/audio/transcriptions");
 
 /** The form fields for these settings, without the file: only what differs from the server's defaults. */
-function fields({ model, language, task, words, prompt, hotwords, vad }, { stream = true } = {}) {
+function fields({ model, language, task, words, prompt, hotwords, channels, vad }, { stream = true } = {}) {
   const pairs = [["model", model], ["response_format", "verbose_json"]];
   if (language && task !== "translate") pairs.push(["language", language]);
   if (prompt) pairs.push(["prompt", prompt]);
   for (const word of hotwords.split(",").map((each) => each.trim()).filter(Boolean)) pairs.push(["keywords[]", word]);
   pairs.push(["timestamp_granularities[]", "segment"]);
   if (words) pairs.push(["timestamp_granularities[]", "word"]);
+  if (channels !== "mix") pairs.push(["channels", channels]);
   if (!vad) pairs.push(["vad", "false"]);
   if (stream) pairs.push(["stream", "true"]);
   return pairs;

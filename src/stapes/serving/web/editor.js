@@ -69,7 +69,7 @@ export class Editor extends EventTarget {
     const stamp = el("button", { type: "button", class: "stamp", "aria-label": `Play from ${time}` }, time);
     const text = el("p", { class: "text", role: "textbox", "aria-label": `Text at ${time}`, spellcheck: true, dir: "auto" });
     text.segment = segment;
-    text.append(...wordsOf(segment).map(spanOf));
+    text.append(...spansOf(segment));
     const speaker = segment.speaker ? el("span", { class: "speaker" }, segment.speaker) : null;
     return el("li", { class: "segment" }, stamp, el("div", { class: "said" }, speaker, text));
   }
@@ -116,7 +116,7 @@ export class Editor extends EventTarget {
   #leave(text) {
     if (!text?.changed) return;
     text.changed = false;
-    text.replaceChildren(...wordsOf(text.segment).map(spanOf));
+    text.replaceChildren(...spansOf(text.segment));
     this.#index();
     this.dispatchEvent(new Event("words"));
   }
@@ -130,6 +130,9 @@ export class Editor extends EventTarget {
     text.closest(".segment").nextElementSibling?.querySelector(".text").focus();
   }
 }
+
+/** A span for each word, with the spaces between them; none before the first, which would be seen. */
+const spansOf = (segment) => wordsOf(segment).map((word, i) => spanOf(i ? word : { ...word, word: word.word.trimStart() }));
 
 function spanOf(word) {
   const unsure = word.probability !== undefined && word.probability < UNSURE;

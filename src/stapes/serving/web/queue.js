@@ -150,7 +150,7 @@ export class Queue extends EventTarget {
     if (job.status === "uploading") this.#uploaded(job, 1);
     const { transcript } = job;
     if (event.type === "transcript.text.segment") {
-      transcript.segments.push(segmentOf(event, transcript.segments.length));
+      transcript.segments.push(segmentOf(event, transcript.segments.length, job.settings));
       this.#tell("segment", job);
     } else if (event.type === "transcript.text.done") this.#done(job, event);
     this.#tell("changed", job);
@@ -162,12 +162,10 @@ export class Queue extends EventTarget {
     Object.assign(transcript, known);
     transcript.language ??= languages?.[0]?.code ?? null;
     job.duration = transcript.duration ||= job.duration ?? 0;
-    if (segments) transcript.segments = segments.map(segmentOf);
+    if (segments) transcript.segments = segments.map((segment, i) => segmentOf(segment, i, job.settings));
     if (!transcript.segments.length && transcript.text.trim()) {
       transcript.segments = [{ id: 0, start: 0, end: transcript.duration, text: transcript.text }];
     }
-    const speakers = new Set(transcript.segments.map((segment) => segment.speaker));
-    if (speakers.size < 2) for (const segment of transcript.segments) delete segment.speaker; // there is only one
     if (!transcript.model) transcript.model = job.settings.model;
   }
 
@@ -195,7 +193,8 @@ export class Queue extends EventTarget {
 }
 
 /** A segment of the stream as openai/whisper's: numbered, its text after a space so that segments can be joined. */
-function segmentOf({ type, logprobs, ...segment }, index) {
+function segmentOf({ type, logprobs, speaker, ...segment }, index, { channels }) {
+  if (speaker && channels === "separate") segment.speaker = speaker; // else it is the same for all
   const text = segment.words?.map(({ word }) => word).join("") ?? segment.text ?? "";
   return { ...segment, id: index, text: /^\s/.test(text) || !text ? text : ` ${text}` };
 }

@@ -6,7 +6,7 @@ import { byId, el, languageName } from "./dom.js";
 const STORED = "stapes-settings";
 
 const DEFAULTS = {
-  model: "", language: "", task: "transcribe", words: true, prompt: "", hotwords: "", vad: true, singleKeys: true,
+  model: "", language: "", task: "transcribe", words: true, prompt: "", hotwords: "", channels: "mix", vad: true, singleKeys: true,
 };
 
 // Whisper's languages.

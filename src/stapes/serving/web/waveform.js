@@ -27,6 +27,7 @@ export class Waveform {
   clear() {
     this.peaks = new Uint8Array(0);
     this.count = 0;
+    this.loudest = 24; // of 255: what is quieter than this is not blown up
     this.words = [];
     this.time = 0;
     this.duration = 0;
@@ -42,6 +43,7 @@ export class Waveform {
       this.peaks = larger;
     }
     this.peaks.set(values, this.count);
+    for (const value of values) if (value > this.loudest) this.loudest = value;
     this.count += values.length;
     this.draw();
   }
@@ -157,7 +159,7 @@ export class Waveform {
     const stop = Math.max(begin + 1, Math.min(this.count, Math.ceil(to * PEAKS_PER_SECOND)));
     let loudest = 0;
     for (let i = begin; i < stop; i += 1) if (this.peaks[i] > loudest) loudest = this.peaks[i];
-    return loudest / 255;
+    return loudest / this.loudest;
   }
 
   /** Words below the bars, in two rows where they would touch; what fits in neither is left out. */
