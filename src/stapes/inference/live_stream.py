@@ -25,11 +25,14 @@ from stapes.transcript import Segment, Word
 
 Urgency = Literal["final", "partial"]
 
-_EARLY_SILENCE = 0.2
-"""Seconds of silence after which a part may be over."""
+_EARLY_SILENCE = 0.25
+"""Seconds of silence after which a part may be over. So much of it is heard with the part, whenever that happens: what
+is heard for good does not depend on how busy the engine was."""
 
-_TRAILING = SAMPLE_RATE // 2
-"""Sound that is kept behind the speech of a part, at most."""
+_TRAILING = round(_EARLY_SILENCE * SAMPLE_RATE)
+
+_WORTH_CUTTING = 4 * SAMPLE_RATE
+"""Samples that are not needed any more and stand in one array with others: so many are cut off."""
 
 _SHORTEST = 0.6
 _SHORTEST_UNKNOWN = 1.5
@@ -97,6 +100,9 @@ class _Sound:
         """Drop what comes before ``sample``."""
         while self._chunks and self.offset + len(self._chunks[0]) <= sample:
             self.offset += len(self._chunks.popleft())
+        if self._chunks and sample - self.offset > _WORTH_CUTTING:
+            self._chunks[0] = self._chunks[0][sample - self.offset :].copy()
+            self.offset = sample
 
 
 class LiveStream:
@@ -148,9 +154,13 @@ class LiveStream:
 
     def commit(self) -> None:
         """End the turn here."""
-        ended = self._detector.cut()
+        in_speech = self._detector.silence == 0
+        ended = self._detector.cut(self.received)
         if ended is not None:
-            self._end(min(ended.sample, self.received), is_pause=True)
+            assert self._part is not None
+            if in_speech:  # so is what is left of a frame
+                self._part.speech_end = ended.sample
+            self._end(ended.sample, is_pause=True)
         if not self.options.manual:
             return
         if self._parts and self._parts[-1].turn == self._turn:
@@ -164,7 +174,7 @@ class LiveStream:
 
     def clear(self) -> None:
         """Forget what was said since the last turn ended."""
-        self._detector.cut()
+        self._detector.cut(self.received)
         if self.options.manual:
             self._parts = deque(part for part in self._parts if part.turn != self._turn)
         self._part, self._turn_is_open = None, False
@@ -238,11 +248,13 @@ class LiveStream:
             return None
         part = self._parts[0] if self._parts else self._part
         assert part is not None
-        end = min(self._detector.samples, self.received) if part.end is None else part.end
+        speech_end, is_final = part.speech_end, urgency == "final"
+        end = part.end
+        if end is None:
+            end = min(self._detector.samples, self.received)
+            end = min(end, speech_end + _TRAILING) if is_final else end
         pcm = self._sound.slice(part.start, end) if part.pcm is None else part.pcm
         part.asked = end
-        speech_end = part.speech_end
-        is_final = urgency == "final"
         if is_final:
             part.final_asked = speech_end
         else:

@@ -74,9 +74,6 @@ _SMOOTHING = 0.1
 _GATHER_SECONDS = 0.01
 """Where several sessions speak, their chunks of so long are looked at together."""
 
-_RESTARTS = 3
-"""How often in a row the engine may fail with nothing done in between."""
-
 
 class Live:
     """All sessions of one recogniser. It has a thread while there are any.
@@ -95,7 +92,6 @@ class Live:
         self._awake: dict[Session, None] = {}  # something has come for them
         self._windows = _Windows(self)
         self._thread: threading.Thread | None = None
-        self._failures = 0
         self._latency = 0.0  # of partials, from when they were due
 
     def open(
@@ -176,7 +172,7 @@ class Live:
             if request is None or self._windows.abandoned:
                 if request is not None:
                     self._recover(request)
-                self._windows = _Windows(self)
+                self._windows = _Windows(self, careful=self._windows.out)
                 request = self._scheduler.submit(self._windows, prepare=self._prepare, priority="interactive")
                 for session in list(self._sessions):
                     self.queue(session)
@@ -228,17 +224,15 @@ class Live:
         self._windows.wait_for(session, wanted)
 
     def _recover(self, request: Request) -> None:
-        """The request ended: because the engine failed, or was closed. Sessions go on if it seems worth trying."""
+        """The request ended: the engine failed, and sessions go on; or it was closed, and they have ended too."""
         error: Exception = RuntimeError("the engine stopped")
         try:
             for _ in request:
                 pass
         except Exception as raised:
             error = raised
-        self._failures += 1
-        hopeless = isinstance(error, StapesError) or self._failures > _RESTARTS
         for session in list(self._sessions):
-            if hopeless:
+            if isinstance(error, StapesError):
                 session.fail(error)
                 self.leave(session)
                 continue
@@ -251,16 +245,22 @@ class Live:
 
     def heard(self, urgency: Urgency, seconds: float) -> None:
         """A window came back so many seconds after it was wanted."""
-        self._failures = 0
         if urgency == "partial":
             self._latency += (_SMOOTHING if self._latency else 1.0) * (seconds - self._latency)
 
 
 class _Windows(Ingest):
-    """The windows of all sessions, as the scheduler takes them; it is not over before it is cancelled."""
+    """The windows of all sessions, as the scheduler takes them; it is not over before it is cancelled.
 
-    def __init__(self, live: Live) -> None:
+    careful: so many windows were lost when the engine failed. One of them may be why: at first they are on their way
+    one at a time, so that it fails alone.
+    """
+
+    def __init__(self, live: Live, careful: int = 0) -> None:
         self.abandoned = False
+        self.out = 0
+        """Windows on their way."""
+        self._careful = careful
         self.returned: deque[FeedWindow] = deque()
         self._live = live
         self._finals: deque[Session] = deque()
@@ -281,6 +281,8 @@ class _Windows(Ingest):
         """The next window: what came back first, then the ends of turns, then what is still being said."""
         if self.returned:
             return self.returned.popleft()
+        if self._careful and self.out:
+            return None
         while queue := self._finals or self._partials:
             urgency: Urgency = "final" if queue is self._finals else "partial"
             session = queue.popleft()
@@ -299,8 +301,11 @@ class _Windows(Ingest):
     def _follow(self, session: Session, window: Any, urgency: Urgency) -> None:
         """Let the session's state hear of the window under its lock, and see what it wants next."""
         deliver, asked_at = window.deliver, session.asked_at or time.monotonic()
+        self.out += 1
 
         def delivered(heard: Any) -> None:
+            self.out -= 1
+            self._careful = max(0, self._careful - 1)
             with session.changed:
                 if not session.closed:
                     deliver(heard)

@@ -114,7 +114,7 @@ class TurnDetector:
         elif self._silence is None and probability < max(self.options.threshold - _HYSTERESIS, 0.01):
             self._silence = frame
         if self.silence >= self.options.silence_duration_ms / 1000:
-            return self.cut()
+            return self.cut(self.samples)
         length = (self.samples - self.start) / SAMPLE_RATE
         if any(length >= longest and self.silence >= pause for longest, pause in _PARTINGS):
             self._edge = self.start = self.samples
@@ -122,10 +122,10 @@ class TurnDetector:
             return Ended(self.samples, False)
         return None
 
-    def cut(self) -> Ended | None:
-        """End the turn that goes on here, if there is one."""
+    def cut(self, sample: int) -> Ended | None:
+        """End the turn that goes on at ``sample``, if there is one; nothing before it will be part of another."""
+        self._edge, self._onset = sample, 0
         if not self.is_speaking:
             return None
-        self.is_speaking, self._onset, self._silence = False, 0, None
-        self._edge = self.samples
-        return Ended(self.samples, True)
+        self.is_speaking, self._silence = False, None
+        return Ended(sample, True)

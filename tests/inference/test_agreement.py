@@ -1,0 +1,88 @@
+"""Committed words never change, whatever the hypotheses say; true words are not lost or doubled."""
+
+from __future__ import annotations
+
+import random
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stapes.inference.agreement import Agreement, spoken
+from stapes.transcript import Word
+
+VOCABULARY = [" a", " b", " c", " the", " The,", " cat", " cat.", " Ähre", "。", "中", "文", " \ufffd", " -", ""]
+HYPOTHESES = st.lists(st.lists(st.sampled_from(VOCABULARY), max_size=12), max_size=8)
+
+
+def words(texts) -> list[Word]:
+    return [Word(text, 0.3 * i, 0.3 * i + 0.2, 0.9) for i, text in enumerate(texts)]
+
+
+@settings(max_examples=300, deadline=None)
+@given(hypotheses=HYPOTHESES, last=st.lists(st.sampled_from(VOCABULARY), max_size=12), hold=st.integers(0, 3))
+def test_committed_words_never_change(hypotheses, last, hold):
+    agreement = Agreement(hold)
+    told: list[str] = []
+    for hypothesis in hypotheses:
+        told += [word.word for word in agreement.hear(words(hypothesis))]
+        assert [word.word for word in agreement.committed] == told
+        assert not any("\ufffd" in word for word in told)
+    told += [word.word for word in agreement.settle(words(last))]
+    assert [word.word for word in agreement.committed] == told
+    assert agreement.text == "".join(told)
+    starts = [word.start for word in agreement.committed]
+    ends = [word.end for word in agreement.committed]
+    assert starts == sorted(starts)
+    assert ends == sorted(ends)
+    assert all(start <= end for start, end in zip(starts, ends, strict=True))
+
+
+@settings(max_examples=200, deadline=None)
+@given(count=st.integers(0, 40), seed=st.integers(0, 10**6), hold=st.integers(0, 3))
+def test_growing_hypotheses_of_one_text_give_that_text(count, seed, hold):
+    """Each hypothesis is a beginning of the text, whose last word may be cut: nothing is lost or said twice."""
+    draw = random.Random(seed)
+    text = [f" w{draw.randrange(6)}" for _ in range(count)]  # few different words: many are the same
+    agreement, heard, before = Agreement(hold), 0, 0
+    while heard < count:
+        heard = min(count, heard + draw.randrange(1, 5))
+        agreement.hear(words([*text[:heard], *([" cut"] if draw.random() < 0.5 else [])]))
+        assert len(agreement.committed) <= before  # nothing that only one hypothesis has said
+        before = heard
+    agreement.settle(words(text))
+    assert [word.word for word in agreement.committed] == text
+
+
+def test_two_that_agree_commit_all_but_what_is_held():
+    agreement = Agreement(hold=1)
+    assert agreement.hear(words([" Nor", " is"])) == []
+    assert [word.word for word in agreement.hear(words([" Nor", " is", " Mister"]))] == [" Nor", " is"]
+    assert [word.word for word in agreement.provisional] == [" Mister"]
+
+
+def test_a_committed_word_that_is_spelled_otherwise_later_is_not_said_again():
+    agreement = Agreement(hold=0)
+    agreement.hear(words([" The", " cap", " sat"]))
+    agreement.hear(words([" The", " cap", " sat", " on"]))
+    agreement.settle(words([" the", " cat", " sat", " on", " it."]))
+    assert agreement.text == " The cap sat on it."
+    agreement = Agreement(hold=0)
+    agreement.hear(words([" a", " b"]))
+    agreement.hear(words([" a", " b"]))
+    agreement.settle(words([" a", " x", " b", " c"]))  # an insertion before a committed word
+    assert agreement.text == " a b c"
+
+
+def test_exact_times_come_with_the_end():
+    agreement = Agreement(hold=0)
+    agreement.hear([Word(" one", 0.0, 0.4, 0.5), Word(" two", 0.4, 0.8, 0.5)])
+    agreement.hear([Word(" one", 0.0, 0.4, 0.5), Word(" two", 0.4, 0.8, 0.5)])
+    agreement.settle([Word(" One", 0.1, 0.3, 0.9), Word(" two,", 0.5, 0.7, 0.9), Word(" three", 0.7, 1.0, 0.9)])
+    assert agreement.text == " one two three"
+    assert [(word.start, word.end) for word in agreement.committed] == [(0.1, 0.3), (0.5, 0.7), (0.7, 1.0)]
+
+
+def test_words_are_compared_by_their_letters():
+    assert spoken(" “Hello,”") == spoken("hello") == spoken(" HELLO!")
+    assert spoken(" Ａ") == "a"
+    assert spoken(" —") == ""
