@@ -38,6 +38,7 @@ class Client:
     """Who a request is from: ``label`` is the beginning of the key's digest, safe to log; ``local`` without keys."""
 
     label: str
+    has_key: bool = False
 
 
 def digest(key: str) -> str:
@@ -69,7 +70,7 @@ class Keys:
         # Every one is compared, so that the time tells nothing.
         if not any([hmac.compare_digest(given, known) for known in self._digests]):  # noqa: C419
             raise ApiError(401, "The API key is not one of this server's: check it")
-        return Client(given[:8])
+        return Client(given[:8], has_key=True)
 
     @classmethod
     def read(cls, file: Path | None, plain: str | None = None) -> Keys:

@@ -7,15 +7,14 @@ which holds the models (`engine_worker`). A process that dies is begun again.
 
 For rooms that mount here:
 
-- Routes. An `APIRouter` is included in `create_app`, as ``transcriptions.router`` is; one line each. The page is the
-  folder ``web/`` beside this file, served at ``/`` as it is (`index.html` for the root) where it exists, with
-  `CONTENT_SECURITY_POLICY`: files of its own alone, and connections to this server.
+- Routes. An `APIRouter` is included in `create_app`, as ``transcriptions.router`` is; one line each.
 - Everything shared is ``request.app.state.services`` (or ``websocket.app.state.services``), a `Services`: ``settings``,
   ``served.resolve(name)`` and ``served.source(name)``, ``limits``, ``engines``, ``metrics.registry``, ``log``.
 - Keys and origins were checked before a route is called, of WebSockets too (`Gatekeeper`: bearer header, or
   subprotocol ``openai-insecure-api-key.KEY``); ``request.state.client`` (``websocket.state.client``) is whose key it
   was. A WebSocket that offers subprotocols has to be accepted with one of them that is not the key: ``realtime``.
-- A live session is counted by ``with services.limits.admitted(client):`` (raises ApiError 429 or 503).
+- A live session is counted by ``with services.limits.session():`` (raises ApiError 429 or 503). When the server is told
+  to stop, ``limits.closing`` is true, and ``limits.handing_back`` (an `asyncio.Event`) is set at the last moment.
 - A live session in an engine: ``call = services.engines.open("live", services.served.source(model), {...})`` gives a
   `Call`. ``call.send({"type": "audio"}, pcm)`` never waits; ``call.end()`` says that nothing more comes;
   ``async for message, payload in call`` gives what the engine says, until it is over (ApiError where it failed,
@@ -34,7 +33,6 @@ import time
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -42,12 +40,11 @@ from fastapi.middleware.cors import CORSMiddleware
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
-from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import stapes
-from stapes.errors import StapesError
-from stapes.serving import health, served, transcriptions
+from stapes.errors import StapesError, UsageError
+from stapes.serving import health, page, served, transcriptions
 from stapes.serving.access import Gatekeeper, Keys, Origins
 from stapes.serving.decoders import Decoders
 from stapes.serving.engines import Engine, Engines, EngineSettings
@@ -59,15 +56,6 @@ from stapes.serving.served import Served
 from stapes.serving.services import Services
 from stapes.serving.settings import ServerSettings
 from stapes.serving.uploads import Spool
-
-WEB = Path(__file__).parent / "web"
-"""The page."""
-
-CONTENT_SECURITY_POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; media-src 'self' blob:; "
-    "font-src 'self'; connect-src 'self'; worker-src 'self' blob:; manifest-src 'self'; base-uri 'none'; "
-    "form-action 'none'; frame-ancestors 'none'"
-)
 
 
 def create_app(settings: ServerSettings, log: Log | None = None) -> FastAPI:
@@ -86,13 +74,12 @@ def create_app(settings: ServerSettings, log: Log | None = None) -> FastAPI:
             await services.engines.stop()
             services.spool.close()
 
-    app = FastAPI(title="stapes", version=stapes.__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
+    app = FastAPI(title="stapes", version=stapes.__version__, lifespan=lifespan, openapi_url=None)
     app.state.services = services
     app.include_router(health.router)
     app.include_router(served.router)
     app.include_router(transcriptions.router)
-    if WEB.is_dir():
-        app.mount("/", _Page(directory=WEB, html=True))
+    app.include_router(page.page_router())
     for kind in (ApiError, StapesError, HTTPException, Exception):
         app.add_exception_handler(kind, _explain)
     app.add_exception_handler(ClientDisconnect, _nobody)
@@ -107,7 +94,13 @@ def create_app(settings: ServerSettings, log: Log | None = None) -> FastAPI:
 
 
 def _services(settings: ServerSettings, log: Log) -> Services:
-    models, limits = settings.models, settings.limits
+    models, limits, network = settings.models, settings.limits, settings.network
+    keys = Keys.read(network.api_key_file, settings.keys)
+    if not (network.is_local or keys or network.no_auth):
+        raise UsageError(
+            f"--host {network.host} without keys: whoever reaches the port could use it; give --api-key-file FILE "
+            "(`stapes serve --new-key` makes a key), or say --no-auth"
+        )
     names = Served(models.model, models.alias)
     preload = tuple(names.source(names.resolve(name)) for name in models.preload or (names.default,))
     engines = [
@@ -132,8 +125,8 @@ def _services(settings: ServerSettings, log: Log) -> Services:
     ]
     services = Services(
         settings=settings,
-        keys=Keys.read(settings.network.api_key_file, settings.keys),
-        origins=Origins(settings.network.allow_origin),
+        keys=keys,
+        origins=Origins(network.allow_origin),
         served=names,
         limits=Limits(limits, models.max_batch * len(engines)),
         engines=Engines(engines),
@@ -163,17 +156,6 @@ async def _nobody(request: Request, error: Exception) -> Response:
     """There is no one to answer."""
     request.state.record["left"] = True
     return Response(status_code=499)
-
-
-class _Page(StaticFiles):
-    """The page's files, which may load nothing from elsewhere."""
-
-    def file_response(self, *arguments: Any, **keywords: Any) -> Response:
-        response = super().file_response(*arguments, **keywords)
-        response.headers["content-security-policy"] = CONTENT_SECURITY_POLICY
-        response.headers["referrer-policy"] = "no-referrer"
-        response.headers["cache-control"] = "no-cache"
-        return response
 
 
 class Recorder:

@@ -1,6 +1,6 @@
 """The decoder process: uploads to 16 kHz float32, one after another, behind limits of its own.
 
-It reads a JSON object a line (``input``, ``output``, ``name``, ``channels``, ``start``, ``end``, ``max_seconds``) and
+It reads a JSON object a line (``input``, ``output``, ``name``, ``channels``, ``end``, ``max_seconds``) and
 answers each with one: ``seconds``, ``channels``, ``warnings``, ``damaged``, or ``error`` and ``status``. Whatever
 hostile bytes do to FFmpeg happens here, where there are no keys, no models and no other client's audio in memory, and
 ends here: the process may not grow beyond its limits, and its parent kills it when it takes too long.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -104,6 +105,7 @@ class Decoders:
             stdout=asyncio.subprocess.PIPE,
             limit=1 << 24,
             start_new_session=True,
+            env={name: value for name, value in os.environ.items() if not name.startswith("STAPES_")},  # no keys
         )
         self._processes.add(process)
         return process

@@ -7,6 +7,7 @@ a `WorkerCall`.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import queue
@@ -114,9 +115,19 @@ class Models:
                 loaded.users -= 1
                 loaded.used = time.monotonic()
 
-    def any_loaded(self) -> str | None:
-        """Some model that is there."""
-        return next(iter(self.loaded()), None)
+    @contextmanager
+    def borrowed(self) -> Iterator[Recognizer | None]:
+        """Some model that is there, without counting as its use; None where there is none."""
+        with self._lock:
+            loaded = next((each for each in self._models.values() if each.recognizer is not None), None)
+            if loaded is not None:
+                loaded.users += 1
+        try:
+            yield None if loaded is None else loaded.recognizer
+        finally:
+            with self._lock:
+                if loaded is not None:
+                    loaded.users -= 1
 
     def loaded(self) -> dict[str, dict[str, Any]]:
         """The models that are there, and what is worth knowing of each."""
@@ -139,6 +150,8 @@ class Models:
         for recognizer in gone:
             assert recognizer is not None
             recognizer.close()
+        if gone:
+            gc.collect()
 
     def _load(self, name: str) -> Recognizer:
         settings = self._settings
@@ -199,9 +212,6 @@ class Worker:
         try:
             if message["kind"] == "canary":
                 self._canary()
-            elif message["kind"] == "load":
-                with self._models.using(message["model"]):
-                    pass
             else:
                 module = importlib.import_module(KINDS[message["kind"]])
                 with self._models.using(message["model"]) as recognizer:
@@ -228,11 +238,10 @@ class Worker:
 
     def _canary(self) -> None:
         """Transcribe a second of silence, without looking for speech in it: the device has to work for it."""
-        name = self._models.any_loaded()
-        if name is None:
-            return
-        with self._models.using(name) as recognizer:
-            options = TranscribeOptions(vad=False, temperature_increment_on_fallback=None, language=None)
+        with self._models.borrowed() as recognizer:
+            if recognizer is None:
+                return
+            options = TranscribeOptions(vad=False, temperature_increment_on_fallback=None)
             recognizer.transcribe(np.zeros(16_000, np.float32), options, sample_rate=16_000)
 
     def _report(self) -> None:

@@ -34,7 +34,7 @@ class Limits:
         self.at_work: Counter[Priority] = Counter()
         self._waiting: dict[Priority, deque[asyncio.Future[None]]] = {"interactive": deque(), "bulk": deque()}
         self._jobs: Counter[str] = Counter()
-        self.inside = 0
+        self.inside = self.sessions = 0
         self.closing = False
         """The server is being stopped: nothing new is taken on."""
         self.handing_back = asyncio.Event()
@@ -51,8 +51,8 @@ class Limits:
         """A request is here until the block ends. Raises ApiError: 429 there are too many, 503 the server stops."""
         if self.closing:
             raise stopping()
-        if self._jobs[client.label] >= self.settings.jobs_per_key:
-            most = self.settings.jobs_per_key
+        most = self.settings.jobs_per_key
+        if client.has_key and self._jobs[client.label] >= most:
             raise ApiError(429, f"This key has {most} requests on their way, the most it may", retry_after=self.delay())
         if self.inside >= self.settings.max_queue:
             raise ApiError(429, "The queue is full: try again later", code="queue_full", retry_after=self.delay())
@@ -65,6 +65,19 @@ class Limits:
             self._jobs[client.label] -= 1
             if not self._jobs[client.label]:
                 del self._jobs[client.label]
+
+    @contextmanager
+    def session(self) -> Iterator[None]:
+        """A live session is here until the block ends. Raises ApiError: 429 too many are, 503 the server stops."""
+        if self.closing:
+            raise stopping()
+        if self.sessions >= self.settings.max_sessions:
+            raise ApiError(429, "There are as many live sessions as may be: try again later", retry_after=self.delay())
+        self.sessions += 1
+        try:
+            yield
+        finally:
+            self.sessions -= 1
 
     def priority(self, seconds: float) -> Priority:
         """The class of a recording of that length."""

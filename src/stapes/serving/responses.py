@@ -81,7 +81,7 @@ def _diarized(transcript: dict[str, Any], wanted: Wanted) -> dict[str, Any]:
         "task": "transcribe",
         "duration": transcript["duration"],
         "text": plain_text(transcript["segments"]),
-        "segments": [segment_event(segment) for segment in transcript["segments"]],
+        "segments": [segment_event(segment, wanted) for segment in transcript["segments"]],
         "usage": _usage(transcript),
     } | _remarks(transcript, wanted)
 
@@ -102,9 +102,11 @@ def delta_event(segment: dict[str, Any], wanted: Wanted, *, first: bool) -> dict
     return event
 
 
-def segment_event(segment: dict[str, Any]) -> dict[str, Any]:
-    """A segment with its speaker; the same in a stream and in diarized_json."""
+def segment_event(segment: dict[str, Any], wanted: Wanted) -> dict[str, Any]:
+    """A segment with its speaker; the same in a stream and in diarized_json. With verbose_json all that is known."""
+    further = segment if wanted.format == "verbose_json" else {}
     return {
+        **further,
         "type": "transcript.text.segment",
         "id": _segment_id(segment),
         "start": segment["start"],
@@ -123,6 +125,9 @@ def done_event(transcript: dict[str, Any], wanted: Wanted) -> dict[str, Any]:
         event["languages"] = [{"code": transcript["language"]}]
     if wanted.logprobs:
         event["logprobs"] = logprobs(transcript["segments"])
+    if wanted.format == "verbose_json":
+        known = ("duration", "language_probability", "model", "segments", "skipped")
+        event |= {name: transcript[name] for name in known}
     return event | _remarks(transcript, wanted)
 
 

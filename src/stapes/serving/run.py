@@ -28,15 +28,9 @@ _LAST_WORDS = 5.0
 
 def run(settings: ServerSettings, *, started: Callable[[str], None] = lambda url: None) -> None:
     """Serve until SIGINT or SIGTERM; a second one ends at once. started: gets the address. Raises UsageError."""
-    network, log = settings.network, Log()
+    log = Log()
+    sockets = _listen(settings.network.host, settings.network.port)
     app = create_app(settings, log)
-    services = app.state.services
-    if not network.is_local and not services.keys and not network.no_auth:
-        raise UsageError(
-            f"--host {network.host} without keys: whoever reaches the port could use it; give --api-key-file FILE "
-            "(`stapes serve --new-key` makes a key), or say --no-auth"
-        )
-    sockets = _listen(network.host, network.port)
     _more_handles()
     with _uvicorn_logs(log):
         asyncio.run(_serve(app, settings, sockets, started))

@@ -127,6 +127,9 @@ class LimitSettings:
     jobs_per_key: int = 64
     """Requests of one key at a time."""
 
+    max_sessions: int = 512
+    """Live sessions at a time."""
+
     interactive_seconds: float = 60.0
     """Recordings up to this long go before longer ones."""
 
@@ -157,7 +160,7 @@ class LimitSettings:
     def __post_init__(self) -> None:
         size_in_bytes(self.max_upload)
         _between("max_audio_seconds", self.max_audio_seconds, 0.1, 1e7)
-        for name in ("max_queue", "jobs_per_key"):
+        for name in ("max_queue", "jobs_per_key", "max_sessions"):
             _between(name, getattr(self, name), 1, 1_000_000)
         _between("decoders", self.decoders, 1, 256)
         for name in ("max_queue_seconds", "decode_seconds", "upload_idle_seconds", "header_seconds", "stall_seconds"):

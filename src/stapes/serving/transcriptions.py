@@ -247,7 +247,7 @@ class _EventStream(Response):
         for segment in result["segments"]:
             events.append(responses.delta_event(segment, wanted, first=first))
             if wanted.format == "diarized_json" or "segment" in wanted.granularities:
-                events.append(responses.segment_event(segment))
+                events.append(responses.segment_event(segment, wanted))
             first = False
         return events
 

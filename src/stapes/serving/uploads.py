@@ -7,18 +7,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import shutil
 import tempfile
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from python_multipart.exceptions import MultipartParseError
 from python_multipart.multipart import MultipartParser, parse_options_header
 from starlette.requests import ClientDisconnect, Request
 
 from stapes.audio.sources import printable
+from stapes.errors import OutputError
 from stapes.serving.failures import ApiError
 
 _MOST_FIELDS = 200
@@ -30,10 +32,20 @@ _NAME_LENGTH = 80
 
 
 class Spool:
-    """A private folder for what is on its way; its content goes with it."""
+    """A private folder for what is on its way; its content goes with it.
+
+    What a server that was killed has left behind is removed by the next one.
+    """
 
     def __init__(self, folder: Path | None) -> None:
-        self.path = Path(tempfile.mkdtemp(prefix="stapes-", dir=folder))  # for this user alone
+        base = Path(folder or tempfile.gettempdir())
+        for left in base.glob("stapes-spool-*"):
+            if (owner := left.name.split("-")[2]).isdecimal() and not _is_alive(int(owner)):
+                shutil.rmtree(left, ignore_errors=True)
+        try:
+            self.path = Path(tempfile.mkdtemp(prefix=f"stapes-spool-{os.getpid()}-", dir=base))  # for this user alone
+        except OSError as error:
+            raise OutputError(f"{base}: uploads cannot be kept there ({error.strerror}); give --spool-dir") from error
         self._number = 0
 
     def new(self) -> Place:
@@ -44,6 +56,16 @@ class Spool:
     def close(self) -> None:
         """Remove the folder."""
         shutil.rmtree(self.path, ignore_errors=True)
+
+
+def _is_alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:  # another user's
+        return True
+    return True
 
 
 class Place:
