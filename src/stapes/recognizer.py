@@ -19,6 +19,7 @@ from stapes.audio.vad import VoiceActivityDetector
 from stapes.checkpoints import catalog
 from stapes.checkpoints.formats import WhisperCheckpoint
 from stapes.checkpoints.load import WAV2VEC2, load_whisper, model_type, open_checkpoint
+from stapes.checkpoints.onnx_folder import is_onnx
 from stapes.checkpoints.tokenizer import open_tokenizer
 from stapes.checkpoints.wav2vec2 import has_languages
 from stapes.decoding.rules import Vocabulary
@@ -32,6 +33,8 @@ from stapes.inference.ctc_open import CTC_KINDS, open_ctc
 from stapes.inference.family import Family
 from stapes.inference.gpu_whisper import GpuWhisperEngine
 from stapes.inference.ingest import Ingest
+from stapes.inference.onnx import open_onnx
+from stapes.inference.onnx_session import check_backend
 from stapes.inference.packed import is_worth_packing, pack_module
 from stapes.inference.planner import Plan, plan, workspace_bytes
 from stapes.inference.quantized import quantizer
@@ -75,8 +78,6 @@ def load(
     Raises ModelError, DeviceError and UsageError.
     """
     progress = progress or Silent()
-    if backend == "onnx":
-        raise UsageError("--backend onnx: ONNX models cannot be run yet; use --backend torch")
     if threads is not None:
         if threads < 1:
             raise UsageError(f"--threads is {threads}: give 1 or more")
@@ -90,6 +91,11 @@ def load(
     if budget is not None and where.memory is not None:
         torch.cuda.set_per_process_memory_fraction(min(1.0, budget / where.memory), where.torch)
     name, location = _find(model, where, task, language, model_dir, offline, progress)
+    exported = is_onnx(location.path)
+    check_backend(backend, name, exported)
+    if exported:
+        slots = batch_size or _default_slots(where)
+        return Recognizer(open_onnx(name, location.path, where, precision, slots), where)
     kind = model_type(location.path)
     if kind is not None and kind in CTC_KINDS:
         if language is not None and kind in WAV2VEC2 and has_languages(location.path):

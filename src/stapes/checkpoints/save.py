@@ -22,9 +22,7 @@ def save_huggingface(checkpoint: WhisperCheckpoint, folder: Path) -> None:
     Weights keep their dtype (int8 becomes float32); the model is in memory once. Raises ModelError for a checkpoint
     without a tokenizer, OutputError where the folder cannot be written.
     """
-    if checkpoint.tokenizer is None:
-        raise ModelError(f"{checkpoint.path} comes without a tokenizer.json: put the one of the same size beside it")
-    tokenizer = WhisperTokenizer.from_file(checkpoint.tokenizer, vocab_size=checkpoint.config.vocab_size)
+    _tokenizer_of(checkpoint)
     names = {ours: huggingface for ours, huggingface, _ in whisper_names(checkpoint.config)}
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -33,15 +31,7 @@ def save_huggingface(checkpoint: WhisperCheckpoint, folder: Path) -> None:
             weights = {names[ours]: tensor.contiguous() for ours, tensor in checkpoint.read()}
             save_file(weights, temporary / "model.safetensors", metadata={"format": "pt"})
             dtype = str(next(iter(weights.values())).dtype).removeprefix("torch.")
-            files = {
-                "config.json": _config(checkpoint, tokenizer, dtype),
-                "generation_config.json": _generation(checkpoint, tokenizer),
-                "preprocessor_config.json": _preprocessor(checkpoint),
-                "tokenizer_config.json": _tokenizer(),
-            }
-            for name, value in files.items():
-                (temporary / name).write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
-            shutil.copyfile(checkpoint.tokenizer, temporary / "tokenizer.json")
+            write_settings(checkpoint, temporary, dtype)
             temporary.chmod(0o755)
             if folder.exists():
                 shutil.rmtree(folder)
@@ -50,6 +40,27 @@ def save_huggingface(checkpoint: WhisperCheckpoint, folder: Path) -> None:
             shutil.rmtree(temporary, ignore_errors=True)
     except OSError as error:
         raise OutputError(f"{folder}: cannot be written ({error.strerror}); choose another folder") from error
+
+
+def write_settings(checkpoint: WhisperCheckpoint, folder: Path, dtype: str) -> None:
+    """All that a model's folder has beside its weights: configuration, tokenizer. Raises ModelError without one."""
+    tokenizer = _tokenizer_of(checkpoint)
+    files = {
+        "config.json": _config(checkpoint, tokenizer, dtype),
+        "generation_config.json": _generation(checkpoint, tokenizer),
+        "preprocessor_config.json": _preprocessor(checkpoint),
+        "tokenizer_config.json": _tokenizer(),
+    }
+    for name, value in files.items():
+        (folder / name).write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+    assert checkpoint.tokenizer is not None
+    shutil.copyfile(checkpoint.tokenizer, folder / "tokenizer.json")
+
+
+def _tokenizer_of(checkpoint: WhisperCheckpoint) -> WhisperTokenizer:
+    if checkpoint.tokenizer is None:
+        raise ModelError(f"{checkpoint.path} comes without a tokenizer.json: put the one of the same size beside it")
+    return WhisperTokenizer.from_file(checkpoint.tokenizer, vocab_size=checkpoint.config.vocab_size)
 
 
 def _config(checkpoint: WhisperCheckpoint, tokenizer: WhisperTokenizer, dtype: str) -> dict[str, Any]:

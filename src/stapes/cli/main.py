@@ -21,6 +21,7 @@ from stapes.cli.arguments import normalise
 from stapes.cli.compare import compare
 from stapes.cli.doctor import doctor
 from stapes.cli.evaluate import evaluate
+from stapes.cli.export import export
 from stapes.cli.interrupts import interruptible
 from stapes.cli.monitor import monitor
 from stapes.cli.prepare import prepare
@@ -46,6 +47,7 @@ app.command(models.app)
 app.command(evaluate, usage="Usage: stapes evaluate [OPTIONS] MODEL MANIFEST")
 app.command(prepare, usage="Usage: stapes prepare [OPTIONS] CORPUS SOURCE OUT")
 app.command(train, usage="Usage: stapes train [OPTIONS] RECIPE")
+app.command(export, usage="Usage: stapes export [OPTIONS] MODEL")
 app.command(compare, usage="Usage: stapes compare [OPTIONS] RESULT…")
 app.command(serve.app)
 app.command(bench.app)

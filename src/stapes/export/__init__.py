@@ -1,0 +1,1 @@
+"""Models for other runtimes: ONNX, fewer bits, MIGraphX and TensorRT."""

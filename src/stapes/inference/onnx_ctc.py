@@ -1,0 +1,82 @@
+"""CTC models on ONNX Runtime: a graph from waveform to logits where PyTorch's network would be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from stapes.checkpoints.onnx_folder import OnnxFolder
+from stapes.checkpoints.wav2vec2 import describe_wav2vec2
+from stapes.devices.backend import Device
+from stapes.inference.ctc_family import CTCFamily
+from stapes.inference.ctc_model import Network, Wav2Vec2CTC
+from stapes.inference.onnx_session import Session
+from stapes.inference.torch_ctc import TorchCTCEngine, batch_seconds
+from stapes.models.wav2vec2 import GroupNormConvLayer, Statistics, Wav2Vec2, Wav2Vec2Config
+
+FIRST_CONVOLUTION = "first_convolution.safetensors"
+"""The kernel whose outputs are normalised over a whole recording: their mean and variance are computed before the graph
+sees a window."""
+
+
+def open_onnx_ctc(name: str, path: Path, folder: OnnxFolder, device: Device, provider: str, slots: int) -> CTCFamily:
+    """Load the CTC model in a folder. Raises ModelError and DeviceError."""
+    checkpoint = describe_wav2vec2(path, name)
+    dtype = getattr(torch, folder.dtype)
+    session = Session(path / folder.graphs["ctc"], device, provider)
+    model = Wav2Vec2CTC(checkpoint, stand_in(checkpoint.config, path, device), partial(_network, session))
+    shapes = "tight" if device.backend == "cpu" else "fixed"
+    seconds = batch_seconds(device.torch, dtype)
+    engine = TorchCTCEngine(model, slots, batch_seconds=seconds, shapes=shapes, dtype=dtype)
+    with torch.device("meta"):
+        parameters = sum(parameter.numel() for parameter in Wav2Vec2(checkpoint.config).parameters())
+    return CTCFamily(name, model, engine, checkpoint.config, parameters)
+
+
+def stand_in(config: Wav2Vec2Config, path: Path, device: Device) -> Any:
+    """What `Wav2Vec2CTC` asks of a network beside its numbers: sizes, device, the first convolution."""
+    first: nn.Module | None = None
+    if config.conv_norm == "group":
+        first = GroupNormConvLayer(config.conv_channels[0], config.conv_kernels[0], config.conv_strides[0], False)
+        weights = load_file(path / FIRST_CONVOLUTION)
+        if "conv.bias" in weights:
+            first.conv.bias = nn.Parameter(torch.empty(config.conv_channels[0]))
+        first.load_state_dict(weights)
+        first.requires_grad_(False)
+    return SimpleNamespace(
+        config=config,
+        head=SimpleNamespace(weight=torch.empty(0, device=device.torch)),
+        feature_extractor=SimpleNamespace(first=first),
+    )
+
+
+def _network(session: Session, network: Any) -> Network:
+    return _Runner(session, network.config, network.feature_extractor.first)
+
+
+class _Runner:
+    """Called as a `Wav2Vec2`."""
+
+    def __init__(self, session: Session, config: Wav2Vec2Config, first: GroupNormConvLayer | None) -> None:
+        self.session, self.config, self.first = session, config, first
+        self.pad: Callable[..., Tensor] = torch.nn.functional.pad
+
+    def __call__(self, waveform: Tensor, lengths: Tensor, statistics: Statistics | None) -> tuple[Tensor, Tensor]:
+        real = lengths.to(waveform.device)
+        inputs = {"waveform": self.pad(waveform, (0, max(0, self.config.receptive_field - waveform.shape[1])))}
+        inputs["lengths"] = real
+        if self.first is not None:
+            # On the CPU, where the kernel is; a few numbers for each row.
+            found = statistics or self.first.statistics(self.first.moments(waveform.cpu(), lengths.cpu()))
+            inputs["mean"], inputs["variance"] = (
+                part.float().to(waveform.device).expand(len(waveform), -1) for part in found
+            )
+        logits = self.session(inputs)["logits"]
+        return logits, self.config.frame_count(real)
