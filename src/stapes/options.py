@@ -176,6 +176,31 @@ class TranscribeOptions:
         return list(zip(times[0::2], ends, strict=True))
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TurnOptions:
+    """When a turn begins and ends. Names, meanings and defaults are those of OpenAI's ``server_vad``."""
+
+    threshold: float = 0.5
+    """Speech probability from which on a frame of 32 ms is speech."""
+
+    prefix_padding_ms: int = 300
+    """Sound that is kept from before the speech."""
+
+    silence_duration_ms: int = 500
+    """Silence that ends a turn."""
+
+    manual: bool = False
+    """Turns end only where the caller commits them; long ones are still parted at pauses, and silence is skipped."""
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.threshold <= 1.0:
+            raise UsageError(f"threshold is {self.threshold}: give a probability above 0 and at most 1")
+        if not 0 <= self.prefix_padding_ms <= 5_000:
+            raise UsageError(f"prefix_padding_ms is {self.prefix_padding_ms}: give 0 to 5000")
+        if not 64 <= self.silence_duration_ms <= 10_000:
+            raise UsageError(f"silence_duration_ms is {self.silence_duration_ms}: give 64 to 10000")
+
+
 class _Checker:
     def __init__(self, options: TranscribeOptions) -> None:
         self.values = {field.name: getattr(options, field.name) for field in fields(options)}

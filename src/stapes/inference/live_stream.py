@@ -153,30 +153,17 @@ class LiveStream:
         self._sound.forget(self._detector.needed)
 
     def commit(self) -> None:
-        """End the turn here."""
-        in_speech = self._detector.silence == 0
-        ended = self._detector.cut(self.received)
-        if ended is not None:
-            assert self._part is not None
-            if in_speech:  # so is what is left of a frame
-                self._part.speech_end = ended.sample
-            self._end(ended.sample, is_pause=True)
-        if not self.options.manual:
-            return
-        if self._parts and self._parts[-1].turn == self._turn:
-            self._parts[-1].ends_turn = True
-        else:  # nothing was said, or all of it has been told
-            nothing = _Part(self._turn, self.received, Agreement(), self.received, ends_turn=True)
-            self._parts.append(nothing)
-        self._turn += 1
-        self._turn_is_open = False
-        self._settle()
+        """End the turn here. A `Final` comes of it in any case: of nothing where nothing is being said."""
+        self._end_turn()
 
     def clear(self) -> None:
-        """Forget what was said since the last turn ended."""
+        """Forget what was said since the last turn ended. A turn that is cut off so has no end, and the next one has
+        another number; with manual turns, which the caller counts too, it begins again."""
         self._detector.cut(self.received)
         if self.options.manual:
             self._parts = deque(part for part in self._parts if part.turn != self._turn)
+        elif self._turn_is_open:
+            self._turn += 1
         self._part, self._turn_is_open = None, False
         self._sound.forget(self._detector.needed)
 
@@ -184,9 +171,28 @@ class LiveStream:
         """The sound has ended."""
         for probability in probabilities.tolist():
             self._step(probability)
-        if not self.options.manual or self._turn_is_open:
-            self.commit()
+        if self._turn_is_open:
+            self._end_turn()
         self.ended = True
+
+    def _end_turn(self) -> None:
+        turn = self._turn
+        in_speech = self._detector.silence == 0
+        ended = self._detector.cut(self.received)
+        if ended is not None:
+            assert self._part is not None
+            if in_speech:  # so is what is left of a frame
+                self._part.speech_end = ended.sample
+            self._end(ended.sample, is_pause=True)
+        if self._turn != turn:
+            return
+        if self._parts and self._parts[-1].turn == turn:
+            self._parts[-1].ends_turn = True
+        else:  # nothing was said, or all of it has been told
+            self._parts.append(_Part(turn, self.received, Agreement(), self.received, ends_turn=True))
+        self._turn += 1
+        self._turn_is_open = False
+        self._settle()
 
     def _step(self, probability: float) -> None:
         event = self._detector.step(probability)

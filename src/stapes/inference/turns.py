@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from stapes.audio.vad import FRAME, SAMPLE_RATE
-from stapes.errors import UsageError
+from stapes.options import TurnOptions
 
 _ONSET_FRAMES = 2
 """Frames of speech in a row that begin a turn: a click is one."""
@@ -16,31 +16,6 @@ _HYSTERESIS = 0.15
 _PARTINGS = ((24.0, 0.0), (18.0, 0.06), (12.0, 0.2))
 """Speech that has become so many seconds long is parted at the next pause of so many: a window of the model is 30 s,
 and what is heard again and again is to stay short. Always where the sound is now: what was committed lies before."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TurnOptions:
-    """When a turn begins and ends. Names, meanings and defaults are those of OpenAI's ``server_vad``."""
-
-    threshold: float = 0.5
-    """Speech probability from which on a frame of 32 ms is speech."""
-
-    prefix_padding_ms: int = 300
-    """Sound that is kept from before the speech."""
-
-    silence_duration_ms: int = 500
-    """Silence that ends a turn."""
-
-    manual: bool = False
-    """Turns end only where the caller commits them; long ones are still parted at pauses, and silence is skipped."""
-
-    def __post_init__(self) -> None:
-        if not 0.0 < self.threshold <= 1.0:
-            raise UsageError(f"threshold is {self.threshold}: give a probability above 0 and at most 1")
-        if not 0 <= self.prefix_padding_ms <= 5_000:
-            raise UsageError(f"prefix_padding_ms is {self.prefix_padding_ms}: give 0 to 5000")
-        if not 64 <= self.silence_duration_ms <= 10_000:
-            raise UsageError(f"silence_duration_ms is {self.silence_duration_ms}: give 64 to 10000")
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,7 +44,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import stapes
 from stapes.errors import StapesError, UsageError
-from stapes.serving import health, page, served, transcriptions
+from stapes.serving import health, page, realtime, served, transcriptions
 from stapes.serving.access import Gatekeeper, Keys, Origins
 from stapes.serving.decoders import Decoders
 from stapes.serving.engines import Engine, Engines, EngineSettings
@@ -79,6 +79,7 @@ def create_app(settings: ServerSettings, log: Log | None = None) -> FastAPI:
     app.include_router(health.router)
     app.include_router(served.router)
     app.include_router(transcriptions.router)
+    app.include_router(realtime.router)
     app.include_router(page.page_router())
     for kind in (ApiError, StapesError, HTTPException, Exception):
         app.add_exception_handler(kind, _explain)
