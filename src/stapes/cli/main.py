@@ -23,9 +23,11 @@ from stapes.cli.doctor import doctor
 from stapes.cli.evaluate import evaluate
 from stapes.cli.export import export
 from stapes.cli.interrupts import interruptible
+from stapes.cli.live import live
 from stapes.cli.monitor import monitor
 from stapes.cli.prepare import prepare
 from stapes.cli.profile import profile_command
+from stapes.cli.quantize import quantize
 from stapes.cli.terminal import display, prepare_streams, to_json
 from stapes.cli.train import train
 from stapes.cli.transcribe import transcribe
@@ -42,12 +44,14 @@ app = App(
     default_parameter=Parameter(allow_repeating=True),
 )
 app.command(transcribe, sort_key=1, usage="Usage: stapes transcribe [OPTIONS] INPUT…")
+app.command(live, usage="Usage: stapes live [OPTIONS] [-]")
 app.command(align, usage="Usage: stapes align [OPTIONS] AUDIO [TEXT]")
 app.command(models.app)
 app.command(evaluate, usage="Usage: stapes evaluate [OPTIONS] MODEL MANIFEST")
 app.command(prepare, usage="Usage: stapes prepare [OPTIONS] CORPUS SOURCE OUT")
 app.command(train, usage="Usage: stapes train [OPTIONS] RECIPE")
 app.command(export, usage="Usage: stapes export [OPTIONS] MODEL")
+app.command(quantize, usage="Usage: stapes quantize [OPTIONS] MODEL")
 app.command(compare, usage="Usage: stapes compare [OPTIONS] RESULT…")
 app.command(serve.app)
 app.command(bench.app)
