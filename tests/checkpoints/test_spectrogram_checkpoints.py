@@ -23,7 +23,7 @@ from stapes.models.hybrid import HybridConfig
 from stapes.text.ctc_tokenizer import CTCTokenizer
 
 TOKENIZER = CTCTokenizer({"<pad>": 0, "<s>": 1, "</s>": 2, "<unk>": 3, "|": 4, "a": 5, "b": 6})
-CONFORMER = ConformerConfig(20, 24, 2, 4, 32, 7, 4, 8, 0.2)
+CONFORMER = ConformerConfig(20, 24, 2, 4, 32, 7, 4, 8, dropout=0.2)
 CONFIGS = {
     "ctc": CTCConfig(CONFORMER, 7),
     "whisper": CTCConfig(WhisperEncoderConfig(20, 24, 2, 4, audio_context=50), 7),

@@ -75,6 +75,7 @@ def small_config(folder: Path, manifest: Path, dev: Path | None = None, steps: i
     config.data.train, config.data.dev = [str(manifest)], [str(dev)] if dev is not None else []
     config.data.batch_seconds, config.data.workers, config.data.buckets = 8.0, 0, 2
     config.data.vocabulary, config.model.dropout = "char", 0.1
+    config.model.normalize_recordings = False
     model = config.model
     model.mel_bins, model.width, model.layers, model.heads, model.mlp_width = 32, 48, 1, 4, 96
     model.conv_kernel, model.subsampling_channels, model.subsampling = 7, 16, 4

@@ -20,9 +20,11 @@ if TYPE_CHECKING:
     from stapes.training.config import TrainConfig
     from stapes.training.trainer import Result
 
+_RECIPES = "ctc, attention, hybrid, wav2vec2, whisper_ctc, words or commands."
+
 
 def train(
-    *recipe: Annotated[str, Parameter(name="RECIPE", help="ctc, attention, hybrid, wav2vec2, whisper_ctc or words.")],
+    *recipe: Annotated[str, Parameter(name="RECIPE", help=_RECIPES)],
     train: list[str] | None = None,
     dev: list[str] | None = None,
     output: Annotated[Path | None, Parameter(alias="-o")] = None,

@@ -22,8 +22,8 @@ from stapes.models.waveform import is_real, zero_padding
 
 Count = TypeVar("Count", int, Tensor)
 
-_FLOOR = 0.02
-"""Of a mel bin's deviation over a recording, on Whisper's scale: what does not change is not made loud."""
+_FLOOR = 0.05
+"""Of the deviation of a recording, that of the corpus being 1: what does not change is not made loud."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,9 @@ class ConformerConfig:
     subsampling: int = 4
     """Frames of 10 ms in one state: 2, 4 or 8."""
     subsampling_channels: int = 256
+    normalize_recordings: bool = False
+    """Whether each mel bin has mean 0 and deviation 1 over each recording. Microphones and rooms then matter less; but
+    of a recording of one word this takes away much of the word."""
     dropout: float = 0.1
 
     @property
@@ -200,6 +203,9 @@ class Conformer(nn.Module):
     def __init__(self, config: ConformerConfig) -> None:
         super().__init__()
         self.config = config
+        # Of the training corpus: not learnt, but part of the model.
+        self.mel_mean = nn.Parameter(torch.full((config.mel_bins,), -0.15), requires_grad=False)
+        self.mel_deviation = nn.Parameter(torch.full((config.mel_bins,), 0.5), requires_grad=False)
         self.subsampling = Subsampling(config)
         self.dropout = nn.Dropout(config.dropout)
         self.layers = nn.ModuleList(ConformerLayer(config) for _ in range(config.layers))
@@ -210,7 +216,9 @@ class Conformer(nn.Module):
         mel: log-mel spectrogram (batch, mel bins, frames of 10 ms). ``lengths`` (batch,) are real frames; None: all
         are, which spares attention its mask.
         """
-        mel = normalize_bins(mel, lengths)
+        mel = (mel - self.mel_mean[:, None]) / self.mel_deviation[:, None]
+        if self.config.normalize_recordings:
+            mel = _normalize_recordings(mel, lengths)
         margin = 0 if self.config.heads else self.config.reach
         if margin:
             mel, lengths = _with_margins(mel, lengths, margin * self.config.subsampling)
@@ -230,17 +238,13 @@ class Conformer(nn.Module):
         return x, counts
 
 
-def normalize_bins(mel: Tensor, lengths: Tensor | None) -> Tensor:
-    """Each mel bin with mean 0 and deviation 1 over the row's real frames: microphones and rooms then matter less."""
-    if lengths is None:
-        deviation, mean = torch.std_mean(mel, dim=2, correction=0, keepdim=True)
-        return (mel - mean) / (deviation + _FLOOR)
-    real = is_real(lengths, mel.shape[2])[:, None]
-    count = lengths.clamp(min=1)[:, None, None]
-    mean = torch.where(real, mel, 0).sum(2, keepdim=True) / count
-    centred = torch.where(real, mel - mean, 0)
-    deviation = (centred.square().sum(2, keepdim=True) / count).sqrt()
-    return centred / (deviation + _FLOOR)
+def _normalize_recordings(mel: Tensor, lengths: Tensor | None) -> Tensor:
+    """Each mel bin with mean 0 and deviation 1 over the row's real frames."""
+    real = None if lengths is None else is_real(lengths, mel.shape[2])[:, None]
+    count = mel.shape[2] if lengths is None else lengths.clamp(min=1)[:, None, None]
+    mean = (mel if real is None else torch.where(real, mel, 0)).sum(2, keepdim=True) / count
+    centred = mel - mean if real is None else torch.where(real, mel - mean, 0)
+    return centred / ((centred.square().sum(2, keepdim=True) / count).sqrt() + _FLOOR)
 
 
 def _with_margins(mel: Tensor, lengths: Tensor | None, frames: int) -> tuple[Tensor, Tensor | None]:

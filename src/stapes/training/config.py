@@ -80,6 +80,9 @@ class ModelOptions:
     """Frames of 10 ms in one state."""
     subsampling_channels: int = 256
     """Channels of the convolutions in front."""
+    normalize_recordings: bool = False
+    """Conformer: give each mel bin mean 0 and deviation 1 over each recording, not over the corpus alone. Not for
+    recordings of one word."""
     dropout: float = 0.1
     """Dropout of the encoder; for wav2vec 2.0 that of the hidden states."""
     head_dropout: float = 0.1

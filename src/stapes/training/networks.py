@@ -22,8 +22,11 @@ from stapes.checkpoints.spectrogram_models import (
     save_spectrogram_model,
 )
 from stapes.checkpoints.wav2vec2 import Wav2Vec2Checkpoint, load_wav2vec2, open_wav2vec2, save_wav2vec2
+from stapes.data.manifest import Manifest
 from stapes.data.masking import SpecAugment, span_mask
-from stapes.errors import ModelError, UsageError
+from stapes.data.reading import read_promised
+from stapes.errors import AudioError, ModelError, UsageError
+from stapes.inference.spectrograms import log_mel_rows
 from stapes.models.conformer import Conformer, ConformerConfig
 from stapes.models.ctc_head import CTC, CTCConfig, WhisperEncoder
 from stapes.models.hybrid import Hybrid, HybridConfig
@@ -35,6 +38,9 @@ from stapes.training.objectives import Objective, SpectrogramObjective, Wav2Vec2
 
 _BLANK_BIAS = float(os.environ.get("BB", "3.0"))
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+_LEAST_DEVIATION = 0.02
+"""Of a mel bin over the corpus, on Whisper's scale: what does not change is not made loud."""
 
 _BLANK_BIAS = 3.0
 """The blank is e³ times as likely as any other token before anything is learnt."""
@@ -96,7 +102,11 @@ def build_network(config: TrainConfig, tokenizer: CTCTokenizer, seed: int) -> tu
     network.encoder = encoder
     if network.head is not None:
         _start_silent(network.head, tokenizer.blank_id)
-    return network.train().requires_grad_(), source
+    network.train().requires_grad_()
+    if isinstance(encoder, Conformer):
+        encoder.mel_mean.requires_grad_(False)
+        encoder.mel_deviation.requires_grad_(False)
+    return network, source
 
 
 def _start_silent(head: nn.Linear, blank: int) -> None:
@@ -123,6 +133,7 @@ def _encoder(options: ModelOptions, source: Source | None) -> Conformer | Whispe
                 conv_kernel=options.conv_kernel,
                 subsampling=options.subsampling,
                 subsampling_channels=options.subsampling_channels,
+                normalize_recordings=options.normalize_recordings,
                 dropout=options.dropout,
             )
         )
@@ -152,6 +163,33 @@ def _wav2vec2(source: Source, options: ModelOptions, tokenizer: CTCTokenizer) ->
     nn.init.zeros_(head.bias)
     network.set_head(head)
     return network
+
+
+@torch.no_grad()
+def measure_corpus(network: nn.Module, manifest: Manifest, most: int = 300) -> None:
+    """Tell a new Conformer the mean and the deviation of each mel bin over the corpus, from a few hundred utterances.
+
+    Those that cannot be read are passed over: training will name them.
+    """
+    assert isinstance(network, CTC | Hybrid)
+    assert isinstance(network.encoder, Conformer)
+    encoder = network.encoder
+    count = 0
+    total = torch.zeros(2, encoder.config.mel_bins, dtype=torch.float64)
+    for number in range(0, len(manifest), max(1, len(manifest) // most)):
+        utterance = manifest[number]
+        try:
+            pcm = read_promised(utterance.audio, utterance.start, utterance.duration, utterance.channel)
+        except AudioError:
+            continue
+        mel = log_mel_rows(torch.from_numpy(pcm)[None], None, encoder.config.mel_bins)[0][0].double()
+        if bool(mel.isfinite().all()):
+            total += torch.stack([mel.sum(1), mel.square().sum(1)])
+            count += mel.shape[1]
+    if count:
+        mean = total[0] / count
+        encoder.mel_mean.copy_(mean)
+        encoder.mel_deviation.copy_((total[1] / count - mean.square()).clamp(min=0).sqrt().clamp(min=_LEAST_DEVIATION))
 
 
 def build_objective(

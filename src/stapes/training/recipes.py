@@ -65,11 +65,12 @@ def whisper_ctc() -> TrainConfig:
 
 
 def words() -> TrainConfig:
-    """A few words, said by few: yesno, spoken digits. Small enough for a laptop's processor and a minute."""
+    """A few words, several in a recording, such as yesno: small enough for a laptop's processor and a minute."""
     config = TrainConfig(recipe="words")
     # Convolutions alone: a model that sees a whole clip learns the few clips by heart, word order and all.
     config.model.width, config.model.layers, config.model.heads, config.model.mlp_width = 48, 2, 0, 96
     config.model.conv_kernel, config.model.subsampling_channels, config.model.dropout = 7, 8, 0.2
+    config.model.normalize_recordings = True
     config.data.vocabulary = "words"
     config.data.batch_seconds, config.data.buckets, config.data.workers = 30.0, 4, 0
     config.augment = AugmentOptions(gain_probability=0.0)
@@ -80,8 +81,20 @@ def words() -> TrainConfig:
     return config
 
 
+def commands() -> TrainConfig:
+    """One word a recording, of few, such as spoken digits."""
+    config = words()
+    config.recipe = "commands"
+    config.model.width, config.model.mlp_width, config.model.subsampling_channels = 96, 192, 16
+    config.model.normalize_recordings = False
+    config.data.batch_seconds, config.optimizer.peak_lr = 10.0, 2e-3
+    config.optimizer.ema = 0.99
+    config.run.epochs, config.run.evaluate_every = 30, 500
+    return config
+
+
 RECIPES: Mapping[str, Callable[[], TrainConfig]] = {
-    recipe.__name__: recipe for recipe in (ctc, attention, hybrid, wav2vec2, whisper_ctc, words)
+    recipe.__name__: recipe for recipe in (ctc, attention, hybrid, wav2vec2, whisper_ctc, words, commands)
 }
 
 

@@ -18,7 +18,7 @@ from stapes.text.ctc_tokenizer import CTCTokenizer
 from stapes.training.checkpoint import Checkpoints
 from stapes.training.config import TrainConfig, changes
 from stapes.training.deepspeed import DeepSpeedOptimizer
-from stapes.training.networks import DTYPES, build_network, build_objective, layers_of
+from stapes.training.networks import DTYPES, build_network, build_objective, layers_of, measure_corpus
 from stapes.training.objectives import Objective, prepare
 from stapes.training.optimizer import Optimizer, freeze
 from stapes.training.parallel import Processes, choose_strategy, forget_gathered, parallelize, prepare_layers
@@ -66,6 +66,8 @@ def open_run(config: TrainConfig, processes: Processes, progress: Progress, *, r
     precision = choose_precision(config, processes)
     strategy = choose_strategy(config.parallel, processes.world_size)
     network, source = build_network(config, tokenizer, config.seed)
+    if source is None and step is None:
+        measure_corpus(network, manifest)
     freeze(network, config.optimizer)
     objective = build_objective(config, network, source, tokenizer, DTYPES[precision]).to(processes.device.torch)
     layers = layers_of(network)
