@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,10 +15,9 @@ from stapes.models.ctc_head import CTC, CTCConfig, EncoderConfig, WhisperEncoder
 from stapes.models.hybrid import Hybrid, HybridConfig, state_mask
 from stapes.models.whisper import AudioEncoder, WhisperConfig
 
-CONFORMERS = {
-    f"conformer-{factor}": ConformerConfig(20, 24, 2, 4, 32, 7, factor, 8, dropout=0.0) for factor in (2, 4, 8)
-}
-CONVOLUTIONAL = ConformerConfig(20, 24, 2, 0, 32, 7, 4, 8, 0.0)
+SMALL = ConformerConfig(20, 24, 2, 4, 32, 7, 4, 8, dropout=0.0)
+CONFORMERS = {f"conformer-{factor}": replace(SMALL, subsampling=factor) for factor in (2, 4, 8)}
+CONVOLUTIONAL = replace(SMALL, heads=0)
 ENCODERS: dict[str, EncoderConfig] = {
     **CONFORMERS,
     "convolutional": CONVOLUTIONAL,
