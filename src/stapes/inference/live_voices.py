@@ -232,7 +232,7 @@ class WhisperVoice:
             temperature_increment_on_fallback=_FALLBACK_STEP if step == plain else step,
         )
         quick = replace(final, word_timestamps=False, temperature_increment_on_fallback=None, beam_size=1)
-        self._final, self._quick = _WhisperFeed(self, final), _WhisperFeed(self, quick)
+        self.final, self.quick = _WhisperFeed(self, final), _WhisperFeed(self, quick)
 
     @property
     def hold(self) -> int:
@@ -257,7 +257,7 @@ class WhisperVoice:
             self._votes.clear()
 
     def window(self, stretch: Stretch, deliver: Deliver) -> FeedWindow:
-        feed = self._final if stretch.is_final else self._quick
+        feed = self.final if stretch.is_final else self.quick
         feed.language = self._language
         before = self.model.tokenizer.encode(stretch.before)[-_PROMPT_TOKENS:] if stretch.before else []
         packed = PackedWindow((Piece(stretch.start, stretch.start + len(stretch.pcm)),), stretch.peak)
