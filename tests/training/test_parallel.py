@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +35,23 @@ def config_for(folder: Path, manifest: Path, dev: Path, world_size: int) -> Trai
     config.optimizer.accumulate = 4 // world_size
     config.optimizer.ema, config.run.log_every, config.run.threads = 0.9, 1, 1
     config.run.evaluate_every = 3
-    config.data.batch_seconds = 4.0
+    config.data.batch_seconds, config.optimizer.warmup_steps = 4.0, 1
     return config
+
+
+def zero_work(folder: str, manifest: str, dev: str) -> None:
+    """The same with DeepSpeed: ZeRO-2 and ZeRO-3 from the start, and from the middle of a run of one process."""
+    from stapes.progress import Silent
+    from stapes.training.parallel import processes
+    from stapes.training.setup import open_run
+
+    world_size = int(os.environ["WORLD_SIZE"])
+    with processes("cpu", ParallelOptions()) as joined:
+        for name, stage in (("zero-2", 2), ("zero-3", 3), ("resumed", 2)):
+            config = config_for(Path(folder) / name, Path(manifest), Path(dev), world_size)
+            config.optimizer.ema, config.optimizer.hold_steps = None, 100
+            config.parallel.strategy, config.parallel.zero_stage = "deepspeed", stage
+            open_run(config, joined, Silent(), resume=name == "resumed").run()
 
 
 def work(folder: str, manifest: str, dev: str) -> None:
@@ -109,6 +125,33 @@ def test_ddp_and_fsdp_make_the_steps_of_one_process(tmp_path: Path) -> None:
     assert all(tensor.shape for tensor in weights.values())
     resumed = figures(tmp_path / "resumed")
     assert [each["step"] for each in resumed if each["kind"] == "train"] == list(range(1, STEPS + 1))
+
+
+@pytest.mark.skipif(
+    find_spec("deepspeed") is None, reason="DeepSpeed is not installed: pip install 'stapes[deepspeed]'"
+)
+def test_zero_makes_the_steps_of_one_process(tmp_path: Path) -> None:
+    manifest, dev = write_corpus(tmp_path / "corpus", 40), write_corpus(tmp_path / "dev", 5, seed=1)
+    for name, steps in (("alone", STEPS), ("resumed", 3)):
+        config = config_for(tmp_path / name, manifest, dev, 1)
+        config.optimizer.ema, config.optimizer.hold_steps, config.run.steps = None, 100, steps
+        trained(config)
+    command = (
+        "import sys; sys.path.insert(0, sys.argv[1]); import test_parallel; test_parallel.zero_work(*sys.argv[2:])"
+    )
+    arguments = [sys.executable, "-c", command, str(HERE), str(tmp_path), str(manifest), str(dev)]
+    for process in start(arguments, world_size=2):
+        _, said = process.communicate(timeout=400)  # parts of DeepSpeed are compiled at first use
+        assert process.returncode == 0, said.decode()
+    expected, one = figures(tmp_path / "alone"), state_of(tmp_path / "alone")
+    for name in ("zero-2", "zero-3", "resumed"):
+        steps = [each for each in figures(tmp_path / name) if each["kind"] == "train"]
+        for ours, theirs in zip(steps, [each for each in expected if each["kind"] == "train"], strict=True):
+            for key in ("loss", "gradient_norm"):
+                assert ours[key] == pytest.approx(theirs[key], rel=2e-3, abs=1e-4), (name, ours["step"], key)
+        several = state_of(tmp_path / name)
+        torch.testing.assert_close(several["network"], one["network"], rtol=1e-2, atol=3e-4)
+        torch.testing.assert_close(several["optimizer"]["moments"], one["optimizer"]["moments"], rtol=2e-2, atol=1e-3)
 
 
 def test_a_lost_process_ends_the_others_with_the_reason(tmp_path: Path) -> None:

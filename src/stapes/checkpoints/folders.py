@@ -26,9 +26,11 @@ def written_whole(folder: Path) -> Iterator[Path]:
         temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
         try:
             yield temporary
-            for path in [file for file in temporary.rglob("*") if file.is_file()] + [temporary]:
+            for path in temporary.rglob("*"):
+                path.chmod(0o755 if path.is_dir() else 0o644)
                 _flush(path)
             temporary.chmod(0o755)
+            _flush(temporary)
             if folder.exists():
                 shutil.rmtree(folder)
             os.rename(temporary, folder)  # noqa: PTH104

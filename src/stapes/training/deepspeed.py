@@ -148,7 +148,7 @@ class DeepSpeedOptimizer:
         try:
             yield
         finally:
-            self._objective.network = self._network
+            self._objective.network = self._network  # pyright: ignore[reportAttributeAccessIssue]
 
     def weights(self) -> dict[str, Tensor]:
         """The network's weights by name, whole, on the CPU. All processes must call it."""

@@ -257,7 +257,7 @@ class Optimizer:
 
 def _shards(tensors: Sequence[Tensor]) -> list[Tensor]:
     """What this process holds of tensors that may be shared out; changing it changes them."""
-    return [tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach() for tensor in tensors]
+    return [tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach() for tensor in tensors]
 
 
 def whole(tensor: Tensor) -> Tensor:
