@@ -86,8 +86,8 @@ def write_ctc(
         "ctc",
         CTCGraph(network.to(dtype)),
         inputs,
-        # The parameters of ``forward``; those behind * are one.
-        (*dynamic[:2], tuple(dynamic[2:])),
+        # Of the parameters of ``forward`` those behind * are one.
+        (*dynamic[:2], tuple(dynamic[2:])) if dynamic[2:] else tuple(dynamic),
         ["waveform", "lengths", "mean", "variance"][: len(inputs)],
         ["logits"],
     )

@@ -38,14 +38,15 @@ class WeightsFile:
         """Write a graph; ``source``: the folder where its weights are, for those that it does not hold itself."""
         for tensor in model.graph.initializer:
             data = raw_bytes(tensor, source)
+            for values in ("raw_data", "float_data", "int32_data", "int64_data", "double_data", "uint64_data"):
+                tensor.ClearField(values)
+            tensor.ClearField("data_location")
+            del tensor.external_data[:]
             if len(data) < _INLINE:
+                tensor.raw_data = bytes(data)
                 continue
             place = self._place(data)
-            tensor.ClearField("raw_data")
-            for repeated in ("float_data", "int32_data", "int64_data", "double_data", "uint64_data"):
-                tensor.ClearField(repeated)
             tensor.data_location = TensorProto.EXTERNAL
-            del tensor.external_data[:]
             for key, value in (("location", WEIGHTS), ("offset", str(place[0])), ("length", str(place[1]))):
                 tensor.external_data.add(key=key, value=value)
         (self.folder / file).write_bytes(model.SerializeToString())

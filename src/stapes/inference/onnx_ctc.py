@@ -31,13 +31,20 @@ def open_onnx_ctc(name: str, path: Path, folder: OnnxFolder, device: Device, pro
     checkpoint = describe_wav2vec2(path, name)
     dtype = getattr(torch, folder.dtype)
     session = Session(path / folder.graphs["ctc"], device, provider)
-    model = Wav2Vec2CTC(checkpoint, stand_in(checkpoint.config, path, device), partial(_network, session))
+    model = OnnxCTC(checkpoint, stand_in(checkpoint.config, path, device), partial(_network, session))
+    model.session = session
     shapes = "tight" if device.backend == "cpu" else "fixed"
     seconds = batch_seconds(device.torch, dtype)
     engine = TorchCTCEngine(model, slots, batch_seconds=seconds, shapes=shapes, dtype=dtype)
     with torch.device("meta"):
         parameters = sum(parameter.numel() for parameter in Wav2Vec2(checkpoint.config).parameters())
     return CTCFamily(name, model, engine, checkpoint.config, parameters)
+
+
+class OnnxCTC(Wav2Vec2CTC):
+    """A `CTCModel` whose logits a graph computes."""
+
+    session: Session
 
 
 def stand_in(config: Wav2Vec2Config, path: Path, device: Device) -> Any:

@@ -10,7 +10,7 @@ import importlib
 import logging
 import os
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +131,8 @@ class Session:
         self.left_on_cpu = self._left_on_cpu() if on_gpu and tells else {}
         self._device_type = {CUDA: "cuda", MIGRAPHX: "gpu"}.get(provider, "cpu")
         self._index = device.torch.index or 0
+        self.listener: Callable[[Mapping[str, Tensor]], None] | None = None
+        """Is shown the inputs of every call."""
         self.inputs = {each.name: tuple(each.shape) for each in self._session.get_inputs()}
         self.outputs = {each.name: tuple(each.shape) for each in self._session.get_outputs()}
 
@@ -147,6 +149,8 @@ class Session:
         Returns the others. All tensors are on the session's device. Raises DeviceError where the provider fails, and
         PyTorch's own error where memory is out.
         """
+        if self.listener is not None:
+            self.listener(inputs)
         outputs = outputs or {}
         binding = self._session.io_binding()
         others = [name for name in self.outputs if name not in outputs]

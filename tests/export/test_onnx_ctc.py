@@ -1,0 +1,77 @@
+"""Exported CTC models: the same text and times as PyTorch's, in windows and batches; what differs is not written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from ctc_models import babble, load
+from stapes.checkpoints import catalog
+from stapes.errors import ModelError, UsageError
+from stapes.export import ctc as export_ctc
+from stapes.export.onnx import export_onnx
+
+SECOND = 16_000
+
+
+def test_the_same_text_as_pytorch(ctc: tuple[Path, Path]) -> None:
+    clips = [babble(seconds, seed) for seed, seconds in enumerate((0.02, 1.3, 4.0, 41.0))]
+    ours, theirs = (load(folder) for folder in ctc)
+    for clip in clips:
+        both = [each.transcribe(clip, sample_rate=SECOND, vad=False, word_timestamps=True) for each in (ours, theirs)]
+        assert both[0].text == both[1].text
+        words = [
+            [(word.word, word.start, word.end) for part in text.segments for word in part.words or ()] for text in both
+        ]
+        assert words[0] == words[1]
+    assert len(both[0].text) > 100
+    together = theirs.transcribe_many(clips, sample_rate=SECOND, vad=False)
+    texts = {round(each.duration, 2): each.text for each in together}
+    assert texts[41.0] == both[0].text
+
+
+def test_a_known_text_is_aligned_alike(ctc: tuple[Path, Path]) -> None:
+    clip = babble(4.0, 3)
+    ours, theirs = (load(folder) for folder in ctc)
+    text = ours.transcribe(clip, sample_rate=SECOND, vad=False).text
+    both = [each.align(clip, text, sample_rate=SECOND) for each in (ours, theirs)]
+    times = [[word.start for part in each.segments for word in part.words or ()] for each in both]
+    assert times[0] == pytest.approx(times[1], abs=0.021)
+
+
+def test_padding_changes_no_row(ctc: tuple[Path, Path]) -> None:
+    model = load(ctc[1]).family.model  # type: ignore[attr-defined]
+    clips = [babble(seconds, 5) for seconds in (3.0, 1.1)]
+    batch = np.zeros((2, len(clips[0])), np.float32)
+    for row, clip in zip(batch, clips, strict=True):
+        row[: len(clip)] = clip
+    lengths = torch.tensor([len(clip) for clip in clips])
+    logits, counts = model(torch.from_numpy(batch), lengths)
+    alone, count = model(torch.from_numpy(clips[1])[None], lengths[1:])
+    assert counts[1] == count[0] == alone.shape[1]
+    assert torch.allclose(logits[1, : counts[1]], alone[0], atol=1e-5)
+
+
+def test_a_graph_that_differs_is_not_written(
+    ctc: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expect = export_ctc.expect
+
+    def otherwise(*args: object) -> tuple[torch.Tensor, torch.Tensor]:
+        logits, counts = expect(*args)  # type: ignore[arg-type]
+        return logits + 0.1, counts
+
+    monkeypatch.setattr(export_ctc, "expect", otherwise)
+    with pytest.raises(ModelError, match="differs from PyTorch"):
+        export_onnx("model", catalog.Location(ctc[0]), tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_exported_already_is_not_exported_again(ctc: tuple[Path, Path], tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="exported already"):
+        export_onnx("onnx", catalog.Location(ctc[1]), tmp_path / "out")
+    with pytest.raises(UsageError, match="fp32 or fp16"):
+        export_onnx("model", catalog.Location(ctc[0]), tmp_path / "out", precision="int8")

@@ -1,0 +1,174 @@
+"""Models in 8 bits: smaller, nearly the same numbers, no row that depends on others, refused where words suffer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import soundfile
+import torch
+from onnx import TensorProto, helper, numpy_helper
+
+from ctc_models import babble, load
+from stapes.checkpoints import catalog
+from stapes.checkpoints.onnx_folder import WEIGHTS, read_onnx_folder
+from stapes.devices.backend import resolve
+from stapes.errors import ModelError
+from stapes.export.calibration import Calibration
+from stapes.export.int8 import FULL, REDUCED, Rewriter, matrices, quantize_weight, rows_in_int8, spread
+from stapes.export.quantize import QuantizeReport, QuantizeSettings, quantize
+from stapes.export.weights import WeightsFile
+from stapes.inference.onnx_session import CPU, Session
+
+SECOND = 16_000
+GENERATOR = np.random.default_rng(0)
+
+
+def two_layers(folder: Path, outlier: float = 1.0) -> dict[str, str]:
+    """A graph y = gelu(x A) B with an embedding that is also B's transpose's kin: columns of B by number."""
+    a = GENERATOR.normal(size=(96, 128)).astype(np.float32)
+    b = GENERATOR.normal(size=(128, 64)).astype(np.float32)
+    a[:, 5] *= outlier  # makes one large activation for the second product
+    nodes = [
+        helper.make_node("MatMul", ["x", "A"], ["h"]),
+        helper.make_node("Tanh", ["h"], ["t"]) if outlier == 1.0 else helper.make_node("Identity", ["h"], ["t"]),
+        helper.make_node("MatMul", ["t", "B"], ["y"]),
+        helper.make_node("Gather", ["B", "ids"], ["columns"], axis=1),
+    ]
+    shape = ["rows", 96]
+    inputs = [
+        helper.make_tensor_value_info("x", TensorProto.FLOAT, shape),
+        helper.make_tensor_value_info("ids", TensorProto.INT64, ["n"]),
+    ]
+    outputs = [
+        helper.make_tensor_value_info("y", TensorProto.FLOAT, ["rows", 64]),
+        helper.make_tensor_value_info("columns", TensorProto.FLOAT, [128, "n"]),
+    ]
+    weights = [numpy_helper.from_array(a, "A"), numpy_helper.from_array(b, "B")]
+    made = helper.make_graph(nodes, "g", inputs, outputs, weights)
+    with WeightsFile(folder) as file:
+        file.write(helper.make_model(made, opset_imports=[helper.make_opsetid("", 18)], ir_version=8), "ctc.onnx")
+    return {"ctc": "ctc.onnx"}
+
+
+def rewritten(folder: Path, target: Path, *, static: bool, largest: int = REDUCED) -> Session:
+    """The graph of a folder in 8 bits."""
+    target.mkdir()
+    model = onnx.load(str(folder / "ctc.onnx"), load_external_data=False)
+    rewriter = Rewriter(model, folder, set(), largest)
+    if static:
+        rewriter.static({"x": (-4.0, 4.0), "t": (-1.0, 1.0)})
+    else:
+        rewriter.dynamic()
+    with WeightsFile(target) as file:
+        file.write(model, "ctc.onnx", folder)
+    return Session(target / "ctc.onnx", resolve("cpu"), CPU)
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_numbers_stay_near_and_weights_are_a_quarter(tmp_path: Path, static: bool) -> None:
+    two_layers(tmp_path)
+    before = Session(tmp_path / "ctc.onnx", resolve("cpu"), CPU)
+    after = rewritten(tmp_path, tmp_path / "int8", static=static)
+    inputs = {"x": torch.from_numpy(GENERATOR.normal(size=(40, 96)).astype(np.float32)), "ids": torch.tensor([3, 0])}
+    wanted, got = before(inputs), after(inputs)
+    for name in wanted:
+        error = (wanted[name] - got[name]).square().mean() / wanted[name].square().mean()
+        assert 0 < error.sqrt() < 0.05
+    assert (tmp_path / "int8" / WEIGHTS).stat().st_size < 0.3 * (tmp_path / WEIGHTS).stat().st_size
+
+
+def test_a_row_does_not_depend_on_its_neighbours(tmp_path: Path) -> None:
+    two_layers(tmp_path)
+    session = rewritten(tmp_path, tmp_path / "int8", static=False)
+    x, ids = torch.from_numpy(GENERATOR.normal(size=(5, 96)).astype(np.float32)), torch.tensor([1])
+    x[3] *= 1000  # one scale for all rows would leave nothing of the others
+    together = session({"x": x, "ids": ids})["y"]
+    for row in range(len(x)):
+        assert torch.equal(session({"x": x[row : row + 1], "ids": ids})["y"][0], together[row])
+
+
+def test_reduced_weights_cannot_overflow_pairs_of_products() -> None:
+    weight = GENERATOR.normal(size=(64, 32)).astype(np.float32)
+    for largest in (REDUCED, FULL):
+        whole, scale = quantize_weight(weight, largest)
+        assert np.abs(whole).max(axis=0).tolist() == [largest] * 32
+        assert np.abs(whole * scale - weight).max() <= scale.max() / 2 + 1e-6
+    assert 2 * 255 * REDUCED <= 32767 < 2 * 255 * FULL
+
+
+def test_bytes_hold_what_they_should() -> None:
+    whole, scale = rows_in_int8(np.array([[0.0, 0.0], [1.0, -2.0]], np.float32))
+    assert whole.tolist() == [[0, 0], [64, -127]]
+    assert np.allclose((whole * scale)[1], [1.0, -2.0], atol=0.01)
+    for within in ((-1.0, 3.0), (0.5, 3.0), (0.0, 0.0)):
+        step, zero = spread(within)
+        assert 0 <= zero <= 255
+        assert (255 - zero) * step == pytest.approx(max(within[1], 0.0), abs=step)
+
+
+def test_layers_that_eight_bits_hurt_are_found(tmp_path: Path) -> None:
+    """A thousandfold outlier in one channel leaves little of the others, whichever way activations are scaled."""
+    graphs = two_layers(tmp_path, outlier=1000.0)
+    x = GENERATOR.normal(size=(64, 96)).astype(np.float32)
+    calibration = Calibration(tmp_path, graphs, {"ctc": [{"x": x, "ids": np.array([0])}]})
+    errors = calibration.measure(REDUCED, static=True)
+    assert errors.keys() == {"A", "B"}
+    assert errors["A"] < 0.05
+    low, high = calibration.ranges["ctc"]["t"]
+    assert high - low > 1000
+
+
+def test_a_whisper_in_eight_bits_transcribes(exported: Path, tmp_path: Path) -> None:
+    report = quantize("small", catalog.Location(exported), tmp_path / "int8", QuantizeSettings())
+    folder = read_onnx_folder(tmp_path / "int8")
+    assert folder.scheme == report.scheme == "int8"
+    assert report.bytes - 2_200_000 < 0.35 * report.source_bytes  # but for the tokenizer
+    graph = onnx.load(str(tmp_path / "int8" / "step.onnx"), load_external_data=False)
+    assert matrices(graph).keys() <= set(folder.kept)
+    recognizer = load(tmp_path / "int8")
+    assert recognizer.transcribe(babble(2.0), sample_rate=SECOND, language="en", vad=False).text
+    original = load(exported)
+    mel = original.engine.encode([babble(3.0)])[0]
+    other = recognizer.engine.encode([babble(3.0)])[0]
+    assert float((mel - other).norm() / mel.norm()) < 0.2
+
+
+def manifest(folder: Path, texts: list[str]) -> Path:
+    rows = []
+    for number, text in enumerate(texts):
+        soundfile.write(folder / f"{number}.wav", babble(2.0, number), SECOND)
+        rows.append({"audio": f"{number}.wav", "text": text, "lang": "en"})
+    path = folder / "manifest.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.mark.parametrize("scheme", ["int8", "int8-static"])
+def test_words_are_counted_and_too_many_errors_refused(ctc: tuple[Path, Path], tmp_path: Path, scheme: Any) -> None:
+    rows = manifest(tmp_path, ["a b", "c d e"])
+    settings = QuantizeSettings(scheme=scheme, manifest=str(rows), max_wer_change=1000.0)
+    report: QuantizeReport = quantize("onnx", catalog.Location(ctc[1]), tmp_path / "out", settings)
+    assert report.before is not None
+    assert report.after is not None
+    assert report.before.words == 5
+    assert report.wer_change == pytest.approx(report.after.wer - report.before.wer)
+    assert report.as_json()["size_ratio"] < 1
+    strict = QuantizeSettings(scheme=scheme, manifest=str(rows), max_wer_change=-1000.0)
+    with pytest.raises(ModelError, match="nothing was written"):
+        quantize("onnx", catalog.Location(ctc[1]), tmp_path / "refused", strict)
+    assert not (tmp_path / "refused").exists()
+
+
+def test_layers_may_all_be_kept(ctc: tuple[Path, Path], tmp_path: Path) -> None:
+    report = quantize("onnx", catalog.Location(ctc[1]), tmp_path / "out", QuantizeSettings(sensitive=0.0))
+    assert len(report.kept) == len(report.errors) > 5
+    clip = babble(3.0)
+    ours, theirs = (
+        load(folder).transcribe(clip, sample_rate=SECOND, vad=False).text for folder in (ctc[1], tmp_path / "out")
+    )
+    assert ours == theirs
