@@ -6,16 +6,18 @@ import pickle
 import threading
 import time
 from collections import Counter
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from fakes import FakeEngine, fake_recognizer
+from fakes import LANGUAGES, FakeEngine, fake_recognizer
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from live_speech import LevelDetector, SpeechEngine, check_order, pause, said, say
 
+from ctc_models import babble, load, save
 from stapes.errors import UsageError
 from stapes.inference.live_events import EventLog, event_to_dict
 from stapes.inference.live_stream import LiveStream
@@ -268,6 +270,46 @@ def test_the_language_is_found_out(open_recognizer):
     events = session.finish(timeout=20)
     assert said(events) == WORDS
     assert {event.language for event in events if isinstance(event, Final)} == {"de"}
+
+
+def test_text_without_spaces_is_agreed_on_by_characters(open_recognizer, monkeypatch):
+    """meetily #605: agreement did nothing at all for Chinese, Japanese and Thai."""
+    monkeypatch.setitem(LANGUAGES, "zh", 1013)
+    recognizer = open_recognizer()
+    session = recognizer.stream(language="zh")
+    assert session.stream.voice.hold == 3  # a character is easily misheard at the edge
+    speech, events = say(range(101, 140)), []
+    for first in range(0, 16_000 * 5, 1600):
+        events += session.feed(speech[first : first + 1600])
+        time.sleep(0.02)
+    committed = "".join(event.text for event in events if isinstance(event, Committed)).split()
+    assert len(committed) >= 5
+    assert committed == [str(n) for n in range(101, 101 + len(committed))]
+    check_order(events + session.finish(timeout=20))
+
+
+@pytest.mark.parametrize("size", [511, 1600, 40_000])
+def test_a_ctc_model_listens_too(size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("stapes.recognizer.VoiceActivityDetector", lambda **_: LevelDetector())
+    save(tmp_path, attends=False)
+    recognizer = load(tmp_path)
+    sound = np.concatenate([babble(3), pause(1.0), babble(2)])
+    session = recognizer.stream()
+    events: list[Any] = []
+    for first in range(0, len(sound), size):
+        events += session.feed(sound[first : first + size])
+    events += session.finish(timeout=20)
+    check_order(events)
+    finals = [event for event in events if isinstance(event, Final)]
+    assert [event.turn for event in finals] == [0, 1]
+    for final, (start, end) in zip(finals, [(0.0, 3.0), (4.0, 6.0)], strict=True):
+        assert final.segment is not None
+        assert final.segment.words is not None
+        assert all(start - 0.4 <= word.start <= word.end <= end + 0.7 for word in final.segment.words)
+        assert "".join(word.word for word in final.segment.words) == final.text != ""
+    whole = recognizer.transcribe(np.concatenate([babble(3), pause(0.65)]), sample_rate=16_000, vad=False)
+    assert finals[0].text.split() == whole.text.split()  # with the silence that is heard behind a turn, and the padding
+    recognizer.close()
 
 
 def test_ends_of_sessions(open_recognizer):

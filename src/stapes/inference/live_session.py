@@ -77,6 +77,8 @@ class Session:
         self.closed = False
         self.queued: Urgency | None = None
         """Where it waits to have its next window taken; the listening threads' own."""
+        self.in_hand = False
+        """Some of its sound was taken and is being looked at."""
         self.stream = LiveStream(make_voice(host.give_back), turns, self._tell)
         self.asked_at: float | None = None
         self._host = host
@@ -169,6 +171,12 @@ class Session:
         return self.stream.done or self.closed or self.error is not None
 
     @property
+    def is_idle(self) -> bool:
+        """Whether nothing that was fed waits, or is on its way through the engine."""
+        with self.lock:
+            return self.closed or self.error is not None or not (self._inbox or self.in_hand or self.stream.is_busy)
+
+    @property
     def backlog(self) -> float:
         """Seconds of sound that wait to be heard."""
         with self.lock:
@@ -239,6 +247,7 @@ class Session:
                 chunks.append(item[: _BITE - size])
                 size += len(chunks[-1])
         self._unheard -= size
+        self.in_hand = bool(size or mark)
         return np.concatenate(chunks) if chunks else np.zeros(0, np.float32), mark
 
     @property

@@ -138,6 +138,12 @@ class LiveStream:
         return sum(len(part.pcm) for part in self._parts if part.pcm is not None)
 
     @property
+    def is_busy(self) -> bool:
+        """Whether a window is wanted or on its way."""
+        parts = [*self._parts, *([self._part] if self._part else [])]
+        return self.wanted() is not None or any(p.on_its_way or p.final_asked > p.final_heard for p in parts)
+
+    @property
     def done(self) -> bool:
         """Whether the session has ended and all has been told."""
         return self.ended and not self._parts

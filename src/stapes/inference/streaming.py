@@ -204,6 +204,7 @@ class Live:
         interval = self.interval
         for (session, pcm, mark), frames in zip(found, probabilities, strict=True):
             with session.changed:
+                session.in_hand = False
                 if not session.closed:
                     session.stream.interval = interval
                     _take_sound(session.stream, pcm, mark, frames)
