@@ -47,7 +47,7 @@ _TYPES = {".js": "text/javascript", ".css": "text/css", ".html": "text/html", ".
 def page_router() -> APIRouter:
     """``GET`` and ``HEAD`` of ``/`` and of every file of the page. They need no key: what the page calls does."""
     router = APIRouter(include_in_schema=False)
-    for entry in resources.files(__package__).joinpath("web").iterdir():
+    for entry in resources.files("stapes.serving").joinpath("web").iterdir():
         if entry.is_file():
             path = "/" if entry.name == "index.html" else f"/{entry.name}"
             router.add_api_route(path, _answer(entry.name, entry.read_bytes()), methods=["GET", "HEAD"])

@@ -57,15 +57,21 @@ chooser.addEventListener("change", () => {
 
 // What is shown.
 
-list.addEventListener("select", ({ detail: { job } }) => view.open(job));
+list.addEventListener("select", ({ detail: { job, byHand } }) => {
+  view.open(job);
+  if (byHand && matchMedia("(max-width: 52rem)").matches) byId("document-name").scrollIntoView(); // it is below the list
+});
 
 queue.addEventListener("changed", ({ detail: { job } }) => {
+  const busy = queue.jobs.filter((each) => each.busy).length;
+  document.title = busy ? `${busy} to do · stapes` : "stapes";
   if (job.status === job.announced) return;
   job.announced = job.status;
   if (["done", "failed"].includes(job.status)) announce(`${job.name}: ${job.error?.message ?? describe(job)}`);
 });
 
 const showLive = (live) => {
+  document.body.classList.toggle("listening", live);
   byId("live").hidden = !live;
   byId("document").hidden = live || !view.job;
   byId("welcome").hidden = live || Boolean(view.job);

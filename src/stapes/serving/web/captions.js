@@ -33,6 +33,7 @@ export class Captions extends EventTarget {
     if (this.running) return;
     this.session = null;
     this.finals = [];
+    this.language = null;
     this.rows = new Map();
     this.lines.replaceChildren();
     this.#say(captions ? "Connecting …" : "Recording");
@@ -55,6 +56,7 @@ export class Captions extends EventTarget {
       byId("live-stop").textContent = "Close";
       return;
     }
+    this.wakeLock = await navigator.wakeLock?.request("screen").catch(() => null); // a phone would go to sleep
     byId("live-stop").textContent = "Stop";
     byId("live-stop").focus();
     announce(captions ? "Live captions have begun" : "Recording has begun");
@@ -71,6 +73,7 @@ export class Captions extends EventTarget {
     await microphone.stop();
     await session?.finish();
     this.microphone = null;
+    this.wakeLock?.release();
     this.#level(0);
     const job = microphone.samples ? this.#job(microphone) : null;
     announce(job ? "The recording has ended" : "Nothing was recorded");
@@ -106,7 +109,8 @@ export class Captions extends EventTarget {
     this.#follow();
   }
 
-  #final({ id, text, start, end, words }) {
+  #final({ id, text, start, end, words, language }) {
+    this.language ??= language;
     this.#caption({ id, text, provisional: "" });
     if (!text.trim()) return;
     this.finals.push({ id: this.finals.length, start, end, text: /^\s/.test(text) ? text : ` ${text}`, ...(words?.length ? { words } : {}) });
@@ -135,13 +139,13 @@ export class Captions extends EventTarget {
     const now = new Date();
     const two = (number) => String(number).padStart(2, "0");
     const day = `${now.getFullYear()}-${two(now.getMonth() + 1)}-${two(now.getDate())}`;
-    const name = `Recording ${day} ${two(now.getHours())}.${two(now.getMinutes())}.${two(now.getSeconds())}.wav`;
+    const name = `${day} ${two(now.getHours())}.${two(now.getMinutes())}.${two(now.getSeconds())}.wav`;
     const file = microphone.recording();
     if (!this.finals.length) return new Job(name, file);
     const segments = this.finals.sort((a, b) => a.start - b.start);
     const text = segments.map((segment) => segment.text).join("");
     return new Job(name, file, {
-      text, language: this.settings.values.language || null, language_probability: null, duration: microphone.seconds, segments,
+      text, language: this.settings.values.language || this.language || null, language_probability: null, duration: microphone.seconds, segments,
     });
   }
 

@@ -4,7 +4,7 @@ import { curlCommand } from "./api.js";
 import { announce, byId, clock, el, languageName, save } from "./dom.js";
 import { Editor } from "./editor.js";
 import { FORMATS } from "./formats.js";
-import { describe } from "./list.js";
+import { doing } from "./list.js";
 import { readPeaks } from "./peaks.js";
 import { Player } from "./player.js";
 import { Waveform } from "./waveform.js";
@@ -15,6 +15,10 @@ export class DocumentView {
     this.queue = queue;
     this.settings = settings;
     this.job = null;
+    // Where a tap on a word would bring up the keyboard, correcting is switched on by hand.
+    this.correcting = !matchMedia("(pointer: coarse)").matches;
+    byId("correct").hidden = this.correcting;
+    byId("correct").addEventListener("click", () => this.#correct());
     this.editor = new Editor(byId("segments"));
     this.waveform = new Waveform(byId("wave"), byId("overview"), { onSeek: (time) => this.player.seek(time) });
     this.player = new Player({
@@ -67,6 +71,12 @@ export class DocumentView {
     else this.player.seek(time);
   }
 
+  #correct() {
+    this.correcting = !this.correcting;
+    byId("correct").setAttribute("aria-pressed", String(this.correcting));
+    this.#update();
+  }
+
   async #readPeaks(job) {
     this.reading = new AbortController();
     const { signal } = this.reading;
@@ -93,7 +103,7 @@ export class DocumentView {
 
   #update() {
     const { job } = this;
-    this.editor.show(job.transcript, { editable: !job.busy });
+    this.editor.show(job.transcript, { editable: !job.busy && this.correcting });
     this.waveform.setWords(this.editor.words);
     if (job.duration && !this.waveform.duration) this.waveform.setDuration(job.duration);
     this.#facts();
@@ -105,7 +115,7 @@ export class DocumentView {
     byId("problem-text").textContent = job.error?.message ?? "";
     byId("problem-key").hidden = job.error?.status !== 401;
     const quiet = job.status === "done" && !segments.length;
-    byId("status").textContent = job.busy ? describe(job) : quiet ? "No speech was found in this recording." : "";
+    byId("status").textContent = job.busy ? doing(job) : quiet ? "No speech was found in this recording." : "";
     byId("document").setAttribute("aria-busy", String(job.busy));
     const warnings = job.transcript.warnings ?? [];
     byId("warnings").replaceChildren(...warnings.map((warning) => el("li", {}, warning)));
@@ -119,7 +129,7 @@ export class DocumentView {
     const took = job.status === "done" && job.startedAt ? (job.finishedAt - job.startedAt) / 1000 : null;
     const facts = [
       ["Length", job.duration ? clock(job.duration) : null],
-      ["Language", language ? `${languageName(language)}${probability ? ` (${percent(probability)} sure)` : ""}` : null],
+      ["Language", language ? `${languageName(language)}${probability ? ` · ${percent(probability)}` : ""}` : null],
       ["Confidence", sure === null ? null : percent(sure)],
       ["Model", model ?? null],
       ["Speed", took && job.duration ? `${(job.duration / took).toFixed(job.duration / took < 10 ? 1 : 0)} × real time` : null],

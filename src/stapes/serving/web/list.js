@@ -15,10 +15,10 @@ export class List extends EventTarget {
     setInterval(() => this.#tick(), 1000); // time left runs on between events
   }
 
-  select(job) {
+  select(job, { byHand = false } = {}) {
     this.selected = job;
     for (const [each, row] of this.rows) row.open.setAttribute("aria-current", String(each === job));
-    this.dispatchEvent(new CustomEvent("select", { detail: { job } }));
+    this.dispatchEvent(new CustomEvent("select", { detail: { job, byHand } }));
   }
 
   /** The recording `step` rows away from the selected one. */
@@ -34,7 +34,7 @@ export class List extends EventTarget {
     const title = el("span", { class: "job-name" }, job.name);
     const detail = el("span", { class: "job-detail" });
     const bar = el("progress", { class: "job-bar", max: 1, "aria-label": `Progress of ${job.name}` });
-    const open = el("button", { type: "button", class: "job-open", onclick: () => this.select(job) }, title, detail);
+    const open = el("button", { type: "button", class: "job-open", onclick: () => this.select(job, { byHand: true }) }, title, detail);
     const stop = el("button", { type: "button", class: "icon job-stop", onclick: () => this.#stop(job) }, "×");
     const item = el("li", { class: "job" }, open, stop, bar);
     this.rows.set(job, { item, open, detail, bar, stop });
@@ -82,21 +82,17 @@ export class List extends EventTarget {
 /** What a row says: one short line. */
 export function describe(job) {
   const length = job.duration ? clock(job.duration) : job.file ? fileSize(job.file.size) : "";
-  switch (job.status) {
-    case "waiting":
-      return job.note ? `${length} · Server busy, trying again` : `${length} · Waiting`;
-    case "uploading":
-      return `${length} · Sending ${Math.round(job.uploaded * 100)} %`;
-    case "working": {
-      const { progress, timeLeft } = job;
-      const left = timeLeft === null ? "" : ` · ${roughly(timeLeft)} left`;
-      return progress === null ? `${length} · Transcribing` : `${length} · ${Math.floor(progress * 100)} %${left}`;
-    }
-    case "done":
-      return [length, languageName(job.transcript.language), job.edited ? "edited" : ""].filter(Boolean).join(" · ");
-    case "cancelled":
-      return `${length} · Cancelled`;
-    default:
-      return "Failed";
-  }
+  if (job.status === "failed") return "Failed";
+  if (job.busy || job.status === "cancelled") return `${length} · ${doing(job)}`;
+  return [length, languageName(job.transcript.language), job.edited ? "edited" : ""].filter(Boolean).join(" · ");
+}
+
+/** What is being done with a recording. */
+export function doing(job) {
+  const { status, progress, timeLeft } = job;
+  if (status === "waiting") return job.note ? "Server busy, trying again" : "Waiting";
+  if (status === "uploading") return `Sending ${Math.round(job.uploaded * 100)} %`;
+  if (status === "cancelled") return "Cancelled";
+  if (progress === null || !job.doneSeconds) return "Transcribing";
+  return `${Math.floor(progress * 100)} %${timeLeft === null ? "" : `, ${roughly(timeLeft)} left`}`;
 }

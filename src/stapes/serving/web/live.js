@@ -8,7 +8,8 @@ const SUBPROTOCOL = "openai-insecure-api-key.";
 // The server keeps a session for 60 s after its connection broke.
 const RESUME_SECONDS = 60;
 const KEPT_SECONDS = 90;
-const FINAL_SECONDS = 15;
+const FINAL_SECONDS = 20; // for the last words, at most
+const QUIET_SECONDS = 1; // without a new item after the last
 
 /**
  * Events (`detail`): `state` {state: connecting|open|reconnecting|closed}; `caption` {id, text, provisional}: an item's
@@ -78,7 +79,7 @@ export class LiveSession extends EventTarget {
     this.open = false;
     if (this.over) return;
     if (code === 1008 || (!this.sessionId && !wasOpen && this.tries >= 2)) {
-      this.#fail(reason || "The server refused the live session: check the API key under Options, and that it has a model for it.");
+      this.#fail(reason || this.lastError || "The server refused the live session: check the API key under Options, and that it has a model for it.");
       return;
     }
     if (wasOpen) this.lostAt = performance.now();
@@ -114,6 +115,7 @@ export class LiveSession extends EventTarget {
         break;
       case "conversation.item.input_audio_transcription.failed":
         this.#item(event.item_id).done = true;
+        this.#settle();
         this.#tell("failed", { message: event.error?.message ?? "A part could not be transcribed.", fatal: false });
         break;
       case "error":
@@ -129,14 +131,14 @@ export class LiveSession extends EventTarget {
     this.tries = 0;
     this.lostAt = null;
     if (resumed) this.#forgetBefore(this.clockStart + (session.audio_ms ?? 0));
-    else this.#begunAnew();
-    this.#send({ type: "session.update", session: this.#configuration() });
+    else this.#begin();
     for (const chunk of this.unacknowledged) this.#append(chunk);
     this.#state("open");
   }
 
-  #begunAnew() {
+  #begin() {
     this.clockStart = this.sentFrom;
+    this.#send({ type: "session.update", session: this.#configuration() });
     if (this.resumes) this.#tell("failed", { message: "The session had to begin anew; some words may be missing.", fatal: false });
   }
 
@@ -159,18 +161,22 @@ export class LiveSession extends EventTarget {
     this.#tell("caption", { id, text: item.text, provisional });
   }
 
-  #completed({ item_id: id, transcript, words, start, end }) {
+  #completed({ item_id: id, transcript, words, start, end, languages }) {
     const item = this.#item(id);
     if (item.done) return;
     Object.assign(item, { done: true, text: transcript, provisional: "" });
     if (Number.isFinite(item.end)) this.#tell("latency", { ms: this.fedMs - 1000 * item.end });
-    this.#tell("final", { id, text: transcript, start: start ?? item.start ?? 0, end: end ?? item.end ?? this.fedMs / 1000, words });
+    this.#tell("final", { id, text: transcript, start: start ?? item.start ?? 0, end: end ?? item.end ?? this.fedMs / 1000, words, language: languages?.[0]?.code });
     this.#settle();
   }
 
   #error({ message = "The live session failed.", code }) {
-    if (/commit_empty|buffer_empty|empty/.test(code ?? "")) this.#settle(true);
-    else this.#tell("failed", { message, fatal: false });
+    this.lastError = message;
+    if (code !== "input_audio_buffer_commit_empty") this.#tell("failed", { message, fatal: false });
+    else {
+      this.nothingToCommit = true;
+      this.#settle();
+    }
   }
 
   #item(id) {
@@ -187,12 +193,10 @@ export class LiveSession extends EventTarget {
     });
   }
 
-  #settle(now = false) {
-    if (!this.settledResolve) return;
+  #settle() {
     clearTimeout(this.settleTimer);
-    if (now) return this.settledResolve();
-    const wait = [...this.items.values()].every((item) => item.done) ? 1500 : FINAL_SECONDS * 1000;
-    this.settleTimer = setTimeout(this.settledResolve, wait);
+    if (!this.settledResolve || ![...this.items.values()].every((item) => item.done)) return;
+    this.settleTimer = setTimeout(this.settledResolve, this.nothingToCommit ? 0 : QUIET_SECONDS * 1000);
   }
 
   #append(chunk) {

@@ -35,7 +35,7 @@ export class Job {
 
   /** Seconds of the recording that are done. */
   get doneSeconds() {
-    return this.progressSeconds ?? this.transcript.segments.at(-1)?.end ?? 0;
+    return this.transcript.segments.at(-1)?.end ?? 0;
   }
 
   /** From 0 to 1; null while it is not known. */
@@ -99,7 +99,7 @@ export class Queue extends EventTarget {
 
   #wait(job) {
     Object.assign(job, {
-      status: "waiting", error: null, transcript: emptyTranscript(), edited: false, uploaded: 0, note: "", progressSeconds: null,
+      status: "waiting", error: null, transcript: emptyTranscript(), edited: false, uploaded: 0, note: "",
     });
     this.#tell("changed", job);
   }

@@ -127,7 +127,7 @@ export class Waveform {
     const pen = this.overview.hidden ? null : prepare(this.overview);
     if (!pen) return;
     const { context, width, height, colour } = pen;
-    context.fillStyle = colour("--view");
+    context.fillStyle = colour("--line");
     context.beginPath();
     context.roundRect((begin / this.duration) * width, 0, Math.max(6, ((end - begin) / this.duration) * width), height, 4);
     context.fill();

@@ -1,12 +1,15 @@
 // Words and their times: found by time, and kept through an edit of the text.
 
+// Media elements round the place that they were sent to: a word's start may come back a little earlier.
+const ROUNDING = 0.005;
+
 /** The index of the word being said at `time`, the one before it in a pause, -1 before the first. */
 export function wordAt(words, time) {
   let low = 0;
   let high = words.length;
   while (low < high) {
     const middle = (low + high) >> 1;
-    if (words[middle].start <= time) low = middle + 1;
+    if (words[middle].start <= time + ROUNDING) low = middle + 1;
     else high = middle;
   }
   return low - 1;
