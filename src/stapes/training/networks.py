@@ -78,7 +78,10 @@ def build_network(config: TrainConfig, tokenizer: CTCTokenizer, seed: int) -> tu
     if source is not None and source.kind == "wav2vec2":
         if objective.kind != "ctc":
             raise UsageError(f"objective.kind is {objective.kind}: wav2vec 2.0 and HuBERT are trained with ctc")
-        return _wav2vec2(source, options, tokenizer), source
+        network = _wav2vec2(source, options, tokenizer)
+        # What takes part in no step must not be waited for by other processes.
+        network.encoder.mask_embedding.requires_grad_(bool(objective.hide_time))
+        return network, source
     if objective.hide_time:
         raise UsageError("objective.hide_time is for wav2vec 2.0 and HuBERT; use masks.time_masks here")
     encoder = _encoder(options, source)

@@ -162,10 +162,11 @@ class SpectrogramObjective(Objective):
     def encode(self, prepared: Prepared) -> tuple[Tensor, Tensor, list[int]]:
         """States (batch, states, width), real ones (batch,) on the device, and on the host."""
         config = self.network.config.encoder
-        mel, frames = log_mel_rows(prepared.batch.waveforms, prepared.lengths, config.mel_bins)
-        if self.mask is not None and self.training:
-            real = (prepared.batch.lengths + HOP - 1) // HOP
-            mel = self.mask(mel.transpose(1, 2), real, prepared.batch.keys).transpose(1, 2)
+        with torch.autocast(prepared.batch.waveforms.device.type, enabled=False):
+            mel, frames = log_mel_rows(prepared.batch.waveforms, prepared.lengths, config.mel_bins)
+            if self.mask is not None and self.training:
+                real = (prepared.batch.lengths + HOP - 1) // HOP
+                mel = self.mask(mel.transpose(1, 2), real, prepared.batch.keys).transpose(1, 2)
         states, counts = self.network.encoder(mel, frames)
         return states, counts, [config.state_count(-(-samples // HOP)) for samples in prepared.samples]
 
