@@ -30,6 +30,7 @@ _LAST_WORDS_SECONDS = 60.0
 
 def live(
     source: Annotated[str | None, Parameter(name="SOURCE")] = None,
+    /,
     *,
     model: Annotated[ModelOptions, Parameter(name="*", group=Group("Model", sort_key=2))] = _MODEL,
     language: str | None = None,
@@ -50,7 +51,7 @@ def live(
 
     For example:
 
-        stapes live                                        the microphone (pip install sounddevice)
+        stapes live                                        the microphone
         stapes live --language de --model turbo
         arecord -q -f S16_LE -r 16000 -c 1 | stapes live -
         ffmpeg -i talk.mp3 -f s16le -ar 16000 -ac 1 - | stapes live - --json
