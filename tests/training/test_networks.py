@@ -182,5 +182,5 @@ def test_the_model_says_what_it_is(manifest: Path, tmp_path: Path) -> None:
     _, result = trained(config)
     assert result.model is not None
     assert open_spectrogram_model(result.model).kind == "hybrid"
-    with pytest.raises(ModelError, match="no CTC head"):
-        load(result.model, device="cpu")
+    with load(result.model, device="cpu") as recognizer:
+        assert recognizer.transcribe(tones("abc cab"), sample_rate=16_000, vad=False).error is None

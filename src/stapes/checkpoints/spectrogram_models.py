@@ -103,7 +103,7 @@ def _sizes(settings: Mapping[str, Any], config_class: type, source: Path) -> dic
         wanted = type(field.default) if field.name != "vocab_size" else int
         good = type(value) is wanted or (wanted is float and type(value) is int)
         least = 0 if wanted is float or field.name == "heads" else 1
-        if not good or (wanted is not bool and not value >= least) or (wanted is float and value >= 1):
+        if not good or (wanted is not bool and not value >= least) or (wanted is float and value > 1):
             raise ModelError(f"{source}: {field.name} is {value!r}, which cannot be; copy the model's folder again")
         out[field.name] = value
     if config_class in (CTCConfig, HybridConfig) and "vocab_size" not in out:

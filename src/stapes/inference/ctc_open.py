@@ -18,6 +18,8 @@ from stapes.inference.ctc_model import CTCModel, Wav2Vec2CTC, plain
 from stapes.inference.gpu_ctc import GpuCtcEncoder
 from stapes.inference.spectrogram_ctc import SpectrogramCTC
 from stapes.inference.torch_ctc import Shapes, TorchCTCEngine, batch_seconds
+from stapes.inference.torch_hybrid import TorchHybrid
+from stapes.models.hybrid import Hybrid
 from stapes.options import Precision
 
 CTC_KINDS = (*WAV2VEC2, *KINDS)
@@ -53,7 +55,7 @@ def open_ctc(
     else:
         checkpoint = open_spectrogram_model(path, name)
         network = load_spectrogram_model(checkpoint, dtype, device.torch)
-        model = SpectrogramCTC(checkpoint, network)
+        model = TorchHybrid(checkpoint, network) if isinstance(network, Hybrid) else SpectrogramCTC(checkpoint, network)
         shapes = "fixed" if on_gpu else "tight"
     seconds = batch_seconds(device.torch, dtype)
     engine = TorchCTCEngine(model, slots, batch_seconds=seconds, shapes=shapes, dtype=dtype)

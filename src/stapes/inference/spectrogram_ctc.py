@@ -10,7 +10,6 @@ from torch import Tensor
 
 from stapes.audio.features import HOP
 from stapes.checkpoints.spectrogram_models import SpectrogramCheckpoint
-from stapes.errors import ModelError
 from stapes.inference.ctc_model import OneLanguage
 from stapes.inference.spectrograms import log_mel_rows
 from stapes.models.ctc_head import CTC, WhisperEncoderConfig
@@ -34,17 +33,16 @@ class NothingMeasured:
         """Nothing."""
 
 
-class SpectrogramCTC(OneLanguage):
-    """A `CTC`, or the CTC half of a `Hybrid`, as `inference.ctc_model.CTCModel`. Raises ModelError without a head."""
+class SpectrogramModel(OneLanguage):
+    """What all models over log-mel spectrograms are to the engine; subclasses say how logits come from them."""
 
     def __init__(self, checkpoint: SpectrogramCheckpoint, network: CTC | Hybrid) -> None:
-        if network.head is None:
-            raise ModelError(f"{checkpoint.path} has no CTC head: it writes with its decoder alone")
         super().__init__()
         config = network.config
         self.checkpoint, self.network = checkpoint, network
         self.tokenizer = checkpoint.tokenizer
-        self.device = network.head.weight.device
+        weight = next(network.parameters())
+        self.device, self._dtype = weight.device, weight.dtype
         self.hop = round(config.frame_seconds * 100) * HOP
         seconds = WINDOW_SECONDS
         if isinstance(config.encoder, WhisperEncoderConfig):
@@ -60,6 +58,21 @@ class SpectrogramCTC(OneLanguage):
         """Each window is its own reference, as it was in training."""
         return NothingMeasured()
 
+    def encode(self, waveform: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+        """States (batch, frames, width) and real frames (batch,). ``lengths`` (batch,), on the CPU: real samples."""
+        full = int(lengths.min()) == waveform.shape[1]
+        real = None if full else lengths.to(waveform.device, non_blocking=True)
+        mel, frames = log_mel_rows(waveform, real, self.network.config.encoder.mel_bins)
+        return self.network.encoder(mel.to(self._dtype), frames)
+
+
+class SpectrogramCTC(SpectrogramModel):
+    """A `CTC` as `inference.ctc_model.CTCModel`."""
+
+    def __init__(self, checkpoint: SpectrogramCheckpoint, network: CTC) -> None:
+        super().__init__(checkpoint, network)
+        self._head = network.head
+
     def __call__(
         self, waveform: Tensor, lengths: Tensor, measured: Sequence[Any] | None = None
     ) -> tuple[Tensor, Tensor]:
@@ -67,12 +80,5 @@ class SpectrogramCTC(OneLanguage):
 
         ``lengths`` (batch,), on the CPU, are real samples.
         """
-        network, full = self.network, int(lengths.min()) == waveform.shape[1]
-        assert network.head is not None
-        real = None if full else lengths.to(waveform.device, non_blocking=True)
-        mel, frames = log_mel_rows(waveform, real, network.config.encoder.mel_bins)
-        mel = mel.to(network.head.weight.dtype)
-        if isinstance(network, CTC):
-            return network(mel, frames)
-        states, counts = network.encoder(mel, frames)
-        return network.ctc_logits(states), counts
+        states, counts = self.encode(waveform, lengths)
+        return self._head(states), counts

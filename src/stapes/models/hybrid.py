@@ -34,6 +34,10 @@ class HybridConfig:
     has_ctc: bool = True
     """Whether the encoder's states are read by a CTC head as well."""
     head_dropout: float = 0.1
+    search_ctc_weight: float = 0.3
+    """CTC's share when both heads decode."""
+    search_beam: int = 4
+    """Texts that are followed side by side when both heads decode."""
 
     @property
     def width(self) -> int:
@@ -102,14 +106,27 @@ class DecoderLayer(nn.Module):
         """
         if isinstance(memory, Tensor):
             memory = self.cross_attention.keys_values(memory)
+        x, cache = self.attend_back(x, cache)
+        x = x + self.cross_attention.attend(self.cross_attention.norm(x), memory, mask)
+        return x + self.dropout(self.down(self.dropout(F.gelu(self.up(self.mlp_norm(x)))))), cache
+
+    def attend_back(self, x: Tensor, cache: KeyValue | None) -> tuple[Tensor, KeyValue]:
+        """Self-attention over the tokens so far."""
         normed = self.attention.norm(x)
         key, value = self.attention.keys_values(normed)
         if cache is not None:
             key, value = torch.cat([cache[0], key], dim=2), torch.cat([cache[1], value], dim=2)
         x = x + self.attention.attend(normed, (key, value), None, causal=cache is None)
-        x = x + self.cross_attention.attend(self.cross_attention.norm(x), memory, mask)
-        x = x + self.dropout(self.down(self.dropout(F.gelu(self.up(self.mlp_norm(x))))))
         return x, (key, value)
+
+    def frame_weights(self, x: Tensor, states: Tensor, mask: Tensor | None) -> Tensor:
+        """How much each token looks at each of the encoder's states, (batch, tokens, states): the mean over heads."""
+        cross = self.cross_attention
+        query, key = cross.split(cross.query(cross.norm(x))), cross.split(cross.key(states))
+        scores = query.float() @ key.float().transpose(-1, -2) / math.sqrt(query.shape[-1])
+        if mask is not None:
+            scores = scores.masked_fill(~mask, -math.inf)
+        return scores.softmax(-1).mean(1)
 
 
 class Decoder(nn.Module):
@@ -141,17 +158,29 @@ class Decoder(nn.Module):
         states (batch, states, width), or what `memory` made of them. mask: (batch, 1, 1, states), true for real states;
         None: all are.
         """
-        before = 0 if cache is None else cache[0][0].shape[2]
-        width = self.config.width
-        x = self.embedding(tokens) * math.sqrt(width)
-        positions = torch.arange(before, before + tokens.shape[1], device=x.device)
-        x = self.dropout(x + sinusoids_at(positions, width).to(x.dtype))
+        x = self._embed(tokens, 0 if cache is None else cache[0][0].shape[2])
         grown: list[KeyValue] = []
         for index, layer in enumerate(self.layers):
             source = memory if isinstance(memory, Tensor) else memory[index]
             x, entry = layer(x, source, mask, None if cache is None else cache[index])
             grown.append(entry)
         return F.linear(self.norm(x), self.embedding.weight), grown
+
+    def _embed(self, tokens: Tensor, before: int) -> Tensor:
+        width = self.config.width
+        x = self.embedding(tokens) * math.sqrt(width)
+        positions = torch.arange(before, before + tokens.shape[1], device=x.device)
+        return self.dropout(x + sinusoids_at(positions, width).to(x.dtype))
+
+    @torch.inference_mode()
+    def frame_weights(self, tokens: Tensor, states: Tensor, mask: Tensor | None) -> Tensor:
+        """How much writing what follows each token looks at each state, (batch, tokens, states): mean over layers."""
+        x, total = self._embed(tokens, 0), torch.zeros((), device=states.device)
+        for layer in self.layers:
+            assert isinstance(layer, DecoderLayer)
+            total = total + layer.frame_weights(layer.attend_back(x, None)[0], states, mask)
+            x, _ = layer(x, states, mask)
+        return total / len(self.layers)
 
 
 def sinusoids_at(positions: Tensor, width: int) -> Tensor:

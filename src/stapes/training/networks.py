@@ -100,6 +100,7 @@ def build_network(config: TrainConfig, tokenizer: CTCTokenizer, seed: int) -> tu
                 decoder_dropout=options.decoder_dropout,
                 has_ctc=objective.kind == "hybrid",
                 head_dropout=options.head_dropout,
+                search_ctc_weight=objective.ctc_weight,
             )
         )
     network.encoder = encoder

@@ -219,7 +219,8 @@ class SpectrogramObjective(Objective):
     def evaluate(self, prepared: Prepared) -> Evaluated:
         outputs = self._outputs(prepared)
         losses = self._losses(outputs, prepared)
-        if isinstance(self.network, Hybrid) and self.ctc_weight < 1:
+        # With both heads CTC's is asked, which is quick and which joint decoding follows.
+        if isinstance(self.network, Hybrid) and not self.ctc_weight:
             with self.autocast(losses.rows.device):
                 written = self.network.greedy(outputs.states, outputs.counts, self.start, self.end)
             return Evaluated(losses, written)
