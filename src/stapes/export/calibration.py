@@ -30,6 +30,9 @@ _EVERY = 16
 _ROWS = 512
 """Rows of activations in a call that are looked at."""
 
+_QUIET = 1e-2
+"""Of the median of the rows' mean squares: what is much smaller is judged by this."""
+
 _TOGETHER = 24
 """Tensors that are fetched in one run, to bound memory."""
 
@@ -102,8 +105,7 @@ class Calibration:
         """
         for graph, model in self._models.items():
             self._measure_graph(graph, model, largest, static)
-        sums = {name: np.sum(parts, axis=0) for name, parts in self._errors.items()}
-        return {name: float(np.sqrt(error / max(size, 1e-30))) for name, (error, size) in sums.items()}
+        return {name: float(np.sqrt(np.concatenate(parts).mean())) for name, parts in self._errors.items()}
 
     def _measure_graph(self, graph: str, model: ModelProto, largest: int, static: bool) -> None:
         feeds = self._recorded.get(graph, ())
@@ -137,8 +139,9 @@ class Calibration:
             got = (whole @ quantized) * scale
         else:
             got = tensor_in_uint8(x, within) @ quantized
-        sums = np.array([np.square(got - wanted).sum(dtype=np.float64), np.square(wanted).sum(dtype=np.float64)])
-        self._errors.setdefault(name, []).append(sums)
+        error, size = (np.square(values).mean(axis=-1, dtype=np.float64) for values in (got - wanted, wanted))
+        # Row by row: a loud one must not hide what the others lose. Rows of nothing count little.
+        self._errors.setdefault(name, []).append(error / (size + _QUIET * np.median(size) + 1e-30))
 
     def _run(self, model: ModelProto, names: Sequence[str], feeds: Sequence[Feeds]) -> dict[str, list[np.ndarray]]:
         """The values of tensors inside a graph, for each of the recorded calls."""

@@ -115,7 +115,7 @@ class Session:
                 str(path), options, providers=[(provider, provider_options(provider, device))], enable_fallback=0
             )
         except Exception as error:  # ONNX Runtime raises classes of its own, RuntimeError and ValueError
-            reason = " ".join(str(error).split())[:300]
+            reason = _reason(error)
             if provider == CPU:
                 raise ModelError(f"{path}: ONNX Runtime cannot load it ({reason}); export the model again") from error
             raise DeviceError(
@@ -169,7 +169,7 @@ class Session:
         try:
             self._session.run_with_iobinding(binding)
         except Exception as error:
-            reason = " ".join(str(error).split())[:300]
+            reason = _reason(error)
             if "alloc" in reason.lower() or "out of memory" in reason.lower():
                 raise torch.OutOfMemoryError(reason) from error  # the scheduler tries again with fewer windows
             raise DeviceError(f"{self.provider} failed in {self.path.name} ({reason}): use --backend torch") from error
@@ -184,6 +184,12 @@ class Session:
             getattr(binding._iobinding, method)(name, target, dtype, shape, place)
         else:
             getattr(binding, method)(name, self._device_type, self._index, dtype, shape, place)
+
+
+def _reason(error: Exception) -> str:
+    """What ONNX Runtime says, on one line and without the places in its source."""
+    text = " ".join(str(error).split())
+    return text.rpartition("[ONNXRuntimeError] : ")[2][:300]
 
 
 def judge_placement(graph: str, provider: str, placed: Mapping[str, Mapping[str, int]]) -> dict[str, int]:
