@@ -107,8 +107,13 @@ class Window:
         return cls(*tensor.tolist())
 
 
-def rates(window: Window, elapsed: float, device: Device, precision: str, world_size: int) -> dict[str, float]:
-    """Speed and efficiency of all processes together over ``elapsed`` seconds."""
+def rates(
+    window: Window, elapsed: float, device: Device, precision: str, world_size: int, *, ask_driver: bool
+) -> dict[str, float]:
+    """Speed and efficiency of all processes together over ``elapsed`` seconds.
+
+    ``ask_driver`` for the GPU's load and power, which may take a moment.
+    """
     values = {
         "loss": window.loss / max(window.units, 1.0),
         "audio_seconds_per_second": window.seconds / elapsed,
@@ -121,7 +126,7 @@ def rates(window: Window, elapsed: float, device: Device, precision: str, world_
         values["mfu"] = window.flops / (elapsed * world_size * peak * 1e12)
     if device.backend != "cpu":
         values["gpu_memory_peak_bytes"] = float(torch.cuda.max_memory_allocated(device.torch))
-        reading = read_gpu(device.torch.index or 0)
+        reading = read_gpu(device.torch.index or 0) if ask_driver else None
         values |= as_metrics(reading) if reading is not None else {}
     return values
 

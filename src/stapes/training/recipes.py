@@ -59,7 +59,7 @@ def whisper_ctc() -> TrainConfig:
     config.optimizer.warmup_steps = 200
     config.optimizer.ema = 0.99
     config.masks.time_masks, config.masks.frequency_masks = 2, 2
-    config.run.epochs = 40
+    config.run.epochs, config.run.evaluate_every = 40, 200
     config.checkpoint.dtype = "fp16"
     return config
 

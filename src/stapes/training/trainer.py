@@ -30,6 +30,9 @@ from stapes.training.parallel import Processes, gradient_sync, lost_process
 from stapes.training.plan import Costs
 from stapes.training.settings import to_mapping
 
+_SECONDS_BETWEEN_READINGS = 5.0
+"""Of the GPU's load, power and clocks."""
+
 _MOST_NAMED = 8
 """Utterances that a message names."""
 
@@ -95,6 +98,7 @@ class Trainer:
         self._reported: set[str] = set()
         self._norm = 0.0
         self._begun = self._window_begun = time.perf_counter()
+        self._asked = 0.0
 
     @property
     def seconds(self) -> float:
@@ -302,9 +306,17 @@ class Trainer:
             "epoch": self.data.epoch,
             "learning_rate": self.optimizer.learning_rate,
             "gradient_norm": self._norm,
-            **rates(summed, elapsed, self.processes.device, self.precision, self.processes.world_size),
+            **rates(
+                summed,
+                elapsed,
+                self.processes.device,
+                self.precision,
+                self.processes.world_size,
+                ask_driver=now - self._asked > _SECONDS_BETWEEN_READINGS,
+            ),
             "epoch_seconds": steps * elapsed / self.config.run.log_every,
         }
+        self._asked = now if "gpu_utilisation" in values else self._asked
         self.log.write(self.step, "train", {name: rounded(value) for name, value in values.items()})
 
     def _is_ending(self, stop: Callable[[], bool]) -> bool:
