@@ -35,6 +35,7 @@ class FakeServer:
         self.protocols: list[str] = []
         self.pause = asyncio.Event()
         self.left = 0
+        self.is_cut = False
         self.drop_after: int | None = None
         self.loop: asyncio.AbstractEventLoop | None = None
         self._server = uvicorn.Server(uvicorn.Config(self._app(), port=0, log_level="error", ws="websockets-sansio"))
@@ -105,6 +106,8 @@ class FakeServer:
             yield line({"type": "transcript.text.delta", "delta": "Mister Quilter smiled."})
             yield line({"type": "transcript.text.segment", **first, "words": WORDS})
             await self.pause.wait()
+            if self.is_cut:
+                return
             last = {"id": "seg_001", "start": 3.0, "end": 4.0, "text": "So did <we> & they.", "speaker": "A"}
             yield line({"type": "transcript.text.segment", **last})
             yield ": at work\n\n"

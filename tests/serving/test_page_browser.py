@@ -127,6 +127,14 @@ def test_refusals_are_said_in_words(page: Page, server: FakeServer, recording: P
     assert page.run("document.querySelector('#problem').hidden")
 
 
+def test_answer_that_ends_early_is_no_success(page: Page, server: FakeServer, recording: Path) -> None:
+    server.is_cut = True
+    page.choose_files("#files", recording)
+    page.until("document.querySelector('#problem-text').innerText.includes('ended before')")
+    assert status(page) == "failed"
+    assert transcript(page) == ["Mister Quilter smiled."]
+
+
 def test_key_is_asked_for_and_kept_in_the_session_alone(page: Page, server: FakeServer, recording: Path) -> None:
     server.key = "sk-secret"
     page.choose_files("#files", recording)
@@ -287,6 +295,8 @@ def test_live_captions_from_the_microphone(page: Page, server: FakeServer) -> No
         "['.committed', '.provisional'].map((each) => getComputedStyle(document.querySelector(each)).color)"
     )
     assert colours[0] != colours[1]
+    assert page.run("document.documentElement.scrollWidth <= innerWidth")
+    assert page.run("document.querySelector('#live-level span').getBoundingClientRect().height") == 4
     wait_for(lambda: len(server.heard["sess_1"]) > 2.5 * 48_000)
     page.click("#live-stop")
     done(page)
@@ -347,3 +357,16 @@ def test_file_that_the_browser_cannot_play_is_transcribed_all_the_same(page: Pag
     done(page)
     page.until("!document.querySelector('#player-error').hidden && document.querySelector('#wave').hidden")
     assert len(transcript(page)) == 2
+
+
+def test_on_a_touch_screen_correcting_is_switched_on(page: Page, server: FakeServer, recording: Path) -> None:
+    """A tap on a word is to play it, not to bring up a keyboard."""
+    page.call("Emulation.setTouchEmulationEnabled", enabled=True)
+    page.look(390, 844)
+    page.go(f"{server.url}?touch")
+    page.choose_files("#files", recording)
+    done(page)
+    assert not page.run("document.querySelector('.text').isContentEditable")
+    page.click("#correct")
+    assert page.run("document.querySelector('.text').isContentEditable")
+    page.call("Emulation.setTouchEmulationEnabled", enabled=False)

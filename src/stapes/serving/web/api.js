@@ -58,8 +58,10 @@ export function transcribe(file, name, settings, { signal, onUpload, onEvent }) 
     const parse = eventParser((event) => {
       if (event.type === "error" || event.error) failure = errorOf(500, JSON.stringify(event));
       else onEvent(event);
+      isWhole ||= event.type === "transcript.text.done";
     });
     let failure = null;
+    let isWhole = false;
     let read = 0;
     const readMore = () => {
       if (request.status !== 200) return;
@@ -74,6 +76,7 @@ export function transcribe(file, name, settings, { signal, onUpload, onEvent }) 
       if (request.status !== 200) {
         reject(errorOf(request.status, request.responseText, request.getResponseHeader("retry-after")));
       } else if (failure) reject(failure);
+      else if (!isWhole) reject(new ApiError(0, "The answer ended before the recording did. Try again."));
       else resolve();
     };
     request.onerror = () => reject(unreachable());

@@ -34,6 +34,7 @@ export class Captions extends EventTarget {
     this.session = null;
     this.finals = [];
     this.language = null;
+    this.incomplete = false;
     this.rows = new Map();
     this.lines.replaceChildren();
     this.#say(captions ? "Connecting …" : "Recording");
@@ -85,7 +86,10 @@ export class Captions extends EventTarget {
     this.session.addEventListener("state", ({ detail }) => this.#say(STATES[detail.state], detail.state));
     this.session.addEventListener("caption", ({ detail }) => this.#caption(detail));
     this.session.addEventListener("final", ({ detail }) => this.#final(detail));
-    this.session.addEventListener("failed", ({ detail }) => this.#error(detail.message));
+    this.session.addEventListener("failed", ({ detail }) => {
+      this.incomplete = true;
+      this.#error(detail.message);
+    });
     this.session.addEventListener("latency", ({ detail }) => {
       byId("live-latency").textContent = `${(detail.ms / 1000).toFixed(1)} s behind`;
     });
@@ -98,7 +102,9 @@ export class Captions extends EventTarget {
   }
 
   #level(peak) {
-    byId("live-level").value = Math.sqrt(peak);
+    const level = Math.sqrt(peak); // as loud as it seems
+    byId("live-level").setAttribute("aria-valuenow", String(Math.round(100 * level)));
+    byId("live-level").firstElementChild.style.transform = `scaleX(${level})`;
   }
 
   #caption({ id, text, provisional }) {
@@ -141,7 +147,8 @@ export class Captions extends EventTarget {
     const day = `${now.getFullYear()}-${two(now.getMonth() + 1)}-${two(now.getDate())}`;
     const name = `${day} ${two(now.getHours())}.${two(now.getMinutes())}.${two(now.getSeconds())}.wav`;
     const file = microphone.recording();
-    if (!this.finals.length) return new Job(name, file);
+    // Where words may be missing, the recording has them: it is transcribed like any file.
+    if (this.incomplete || !this.finals.length) return new Job(name, file);
     const segments = this.finals.sort((a, b) => a.start - b.start);
     const text = segments.map((segment) => segment.text).join("");
     return new Job(name, file, {

@@ -33,7 +33,7 @@ export class Editor extends EventTarget {
     const added = segments.slice(this.segments.length).map((segment) => this.#paragraph(segment));
     this.root.append(...added);
     this.segments = [...segments];
-    this.root.lang = transcript.language ?? "";
+    this.root.lang = transcript.task === "translate" ? "en" : (transcript.language ?? "");
     const texts = editable === this.editable ? added.map((item) => item.querySelector(".text")) : this.#texts();
     for (const text of texts) setEditable(text, editable);
     this.editable = editable;

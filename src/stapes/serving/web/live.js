@@ -84,7 +84,7 @@ export class LiveSession extends EventTarget {
     }
     if (wasOpen) this.lostAt = performance.now();
     if (this.lostAt && performance.now() - this.lostAt > RESUME_SECONDS * 1000) {
-      this.#fail("The connection was lost for over a minute. The recording so far is kept: stop, and transcribe it.");
+      this.#fail("The connection was lost for over a minute. The recording goes on: it is transcribed when you stop.");
       return;
     }
     this.#state("reconnecting");

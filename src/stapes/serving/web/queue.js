@@ -166,7 +166,8 @@ export class Queue extends EventTarget {
     if (!transcript.segments.length && transcript.text.trim()) {
       transcript.segments = [{ id: 0, start: 0, end: transcript.duration, text: transcript.text }];
     }
-    if (!transcript.model) transcript.model = job.settings.model;
+    transcript.model ??= job.settings.model;
+    transcript.task = job.settings.task;
   }
 
   #failed(job, error) {
