@@ -25,17 +25,17 @@ _RECIPES = "ctc, attention, hybrid, wav2vec2, whisper_ctc, words or commands."
 
 def train(
     *recipe: Annotated[str, Parameter(name="RECIPE", help=_RECIPES)],
-    train: list[str] | None = None,
-    dev: list[str] | None = None,
+    train: Annotated[list[str] | None, Parameter(negative="")] = None,
+    dev: Annotated[list[str] | None, Parameter(negative="")] = None,
     output: Annotated[Path | None, Parameter(alias="-o")] = None,
     config: Path | None = None,
-    set: list[str] | None = None,
-    resume: bool = False,
+    set: Annotated[list[str] | None, Parameter(negative="")] = None,
+    resume: Annotated[bool, Parameter(negative="")] = False,
     strategy: Literal["auto", "single", "ddp", "fsdp", "deepspeed"] | None = None,
     parallel: str | None = None,
-    dry_run: bool = False,
-    print_config: bool = False,
-    json: bool = False,
+    dry_run: Annotated[bool, Parameter(negative="")] = False,
+    print_config: Annotated[bool, Parameter(negative="")] = False,
+    json: Annotated[bool, Parameter(negative="")] = False,
 ) -> int:
     """Train a recogniser on manifests that `stapes prepare` wrote.
 
