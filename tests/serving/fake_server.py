@@ -36,6 +36,7 @@ class FakeServer:
         self.pause = asyncio.Event()
         self.left = 0
         self.is_cut = False
+        self.refusal: str | None = None  # of live sessions
         self.drop_after: int | None = None
         self.loop: asyncio.AbstractEventLoop | None = None
         self._server = uvicorn.Server(uvicorn.Config(self._app(), port=0, log_level="error", ws="websockets-sansio"))
@@ -123,6 +124,9 @@ class FakeServer:
         session = socket.query_params.get("session_id", "sess_1")
         heard = self.heard.setdefault(session, bytearray())
         await socket.accept("realtime")
+        if self.refusal:
+            await socket.close(1008, self.refusal)
+            return
         await socket.send_json({"type": "session.created", "session": {"id": session, "audio_ms": len(heard) / 48}})
         name = "conversation.item.input_audio_transcription"
         try:
