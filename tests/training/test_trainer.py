@@ -263,6 +263,20 @@ def test_it_stops_early_where_dev_gets_no_better(manifest: Path, dev: Path, tmp_
     assert result.steps == 6
 
 
+def test_when_its_time_is_over_it_ends_with_a_result(manifest: Path, dev: Path, tmp_path: Path) -> None:
+    config = small_config(tmp_path / "run", manifest, dev, steps=100_000)
+    config.run.max_minutes = 0.5 / 60
+    _, result = trained(config)
+    assert not result.interrupted
+    assert 0 < result.steps < 1000
+    assert result.wer is not None
+    assert result.model is not None
+    assert (result.model / "model.safetensors").exists()
+    again, same = trained(config, resume=True)  # which has no time left
+    assert same.steps <= result.steps + 1
+    assert again.step == same.steps
+
+
 def test_interrupted_by_the_terminal_a_checkpoint_is_kept(manifest: Path, tmp_path: Path) -> None:
     config = small_config(tmp_path / "run", manifest, steps=100_000)
     path = tmp_path / "run.toml"

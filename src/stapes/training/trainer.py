@@ -99,6 +99,9 @@ class Trainer:
         self._norm = 0.0
         self._begun = self._window_begun = time.perf_counter()
         self._asked = 0.0
+        self._stopped = False
+        self._evaluated = -1
+        """The step that was evaluated last."""
 
     @property
     def seconds(self) -> float:
@@ -132,7 +135,7 @@ class Trainer:
             self._settle()
             if self.step < total:
                 self._save()
-            return self._finish(stop())
+            return self._finish()
         except RuntimeError as error:
             lost = lost_process(error, self.step) if self.processes.world_size > 1 else None
             if lost is None:
@@ -140,6 +143,8 @@ class Trainer:
             raise lost from error
         finally:
             self.data.close()
+            if self.dev is not None:
+                self.dev.close()
             if self.log is not None:
                 self.log.close()
 
@@ -323,12 +328,13 @@ class Trainer:
         """Whether the run is to end here. Several processes agree on it now and then."""
         limit = self.config.run.max_minutes
         late = limit is not None and self.seconds > 60 * limit
-        wants = bool(stop() or late)
-        if self.processes.world_size == 1:
-            return wants
-        if self.step % self.config.run.log_every:
-            return False
-        return bool(self.processes.sum(torch.tensor(float(wants), device=self.device)))
+        wants = torch.tensor([float(stop()), float(late)], device=self.device)
+        if self.processes.world_size > 1:
+            if self.step % self.config.run.log_every:
+                return False
+            self.processes.sum(wants)
+        self._stopped, late = (bool(each) for each in wants.tolist())
+        return self._stopped or late
 
     def _evaluate(self) -> bool:
         """Transcribe the dev utterances, keep what is good. Whether it is time to stop because it gets no better."""
@@ -340,6 +346,7 @@ class Trainer:
         with self.optimizer.averaged():
             weights = self.optimizer.weights()
             scores, samples = score_dev(self.objective, self.dev, self.processes, self.config.run)
+        self._evaluated = self.step
         before = self.checkpoints.best()
         self.worse = 0 if not before or scores.wer < before[0].score else self.worse + 1
         self.processes.wait()
@@ -392,10 +399,10 @@ class Trainer:
             self.checkpoints.save(self.step, state, record)
         self.processes.wait()
 
-    def _finish(self, interrupted: bool) -> Result:
+    def _finish(self) -> Result:
         """Choose the weights and write the model."""
         model = self.config.folder / "model"
-        if interrupted:
+        if self._stopped and self.step < self.optimizer.total_steps:
             return Result(model if model.exists() else None, self.step, None, None, self.seconds, True)
         with self.optimizer.averaged():
             weights = self.optimizer.weights()
@@ -403,6 +410,8 @@ class Trainer:
             if self.log is not None:
                 self._write_model(weights)
             return Result(model, self.step, None, None, self.seconds, False)
+        if self._evaluated != self.step:
+            self._evaluate()
         kept = self.checkpoints.best()
         wer, cer = kept[0].score, kept[0].cer
         count = min(self.config.checkpoint.average, len(kept))
