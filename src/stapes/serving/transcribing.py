@@ -27,7 +27,7 @@ def run(call: WorkerCall, recognizer: Recognizer, message: dict[str, Any]) -> No
     samples = np.memmap(message["path"], dtype=np.float32, mode="r").reshape(-1, message["channels"]).T
     follower = Follower(lambda segments: call.send({"type": "segments", "segments": segments}), options.clips()[0][0])
     is_over: queue.SimpleQueue[bool] = queue.SimpleQueue()
-    call.when_cancelled(lambda: is_over.put(False))
+    call.when_cancelled(lambda: _hurry(is_over, recognizer))
 
     def inputs() -> Iterator[np.ndarray]:
         """The one recording; then the end of the inputs, which is an error when the call was cancelled before.
@@ -54,3 +54,9 @@ def run(call: WorkerCall, recognizer: Recognizer, message: dict[str, Any]) -> No
     segments = [segment.to_dict() for segment in transcript.segments]
     call.send({"type": "segments", "segments": segments[follower.sent :]})
     call.send({"type": "transcript", "transcript": transcript.to_dict(), "notes": follower.notes})
+
+
+def _hurry(is_over: queue.SimpleQueue[bool], recognizer: Recognizer) -> None:
+    """Let the inputs fail, and the engine look up before it encodes more."""
+    is_over.put(False)
+    recognizer._scheduler.ring(urgent=True)

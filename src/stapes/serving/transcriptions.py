@@ -85,13 +85,13 @@ class _Job:
         return responses.answer(result["transcript"], wanted)
 
     def _read(self, form: Form) -> Wanted:
-        wanted = read_parameters(form.fields, self.task, self.services.served)
         if form.file_name is None:
             if "file" in form.fields:
                 raise ApiError(400, "`file` must be sent as a file: addresses and texts are not fetched", param="file")
             raise ApiError(400, "There is no `file`: send the recording as one", param="file")
         if not form.size:
             raise ApiError(400, f"{form.file_name} is empty: it has no audio samples", param="file")
+        wanted = read_parameters(form.fields, self.task, self.services.served)
         self.record |= {"model": wanted.model, "upload_bytes": form.size, "stream": wanted.stream}
         return wanted
 
