@@ -151,9 +151,9 @@ export class Captions extends EventTarget {
     if (this.incomplete || !this.finals.length) return new Job(name, file);
     const segments = this.finals.sort((a, b) => a.start - b.start);
     const text = segments.map((segment) => segment.text).join("");
-    return new Job(name, file, {
-      text, language: this.settings.values.language || this.language || null, language_probability: null, duration: microphone.seconds, segments,
-    });
+    const { language, model } = this.session.settings;
+    const known = { language: language || this.language || null, language_probability: null, model };
+    return new Job(name, file, { text, ...known, duration: microphone.seconds, segments });
   }
 
   #say(text, state = "") {
