@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from stapes.kernels.jit import is_interpreted, kernel, launch_or
+from stapes.kernels.jit import kernel, launch_or
 from stapes.kernels.targets import CompileCase, Target, target_of
 
 if TYPE_CHECKING:
@@ -68,15 +68,6 @@ class FirstConvolution:
     def total(self) -> Tensor:
         """What each channel makes of a constant 1: (channels,)."""
         return self.weight.sum(0)
-
-    @cached_property
-    def parts(self) -> Tensor:
-        """The weight as the kernel's sums of six products want it: (rows, channels), bf16, zeros at the end."""
-        first = self.weight.bfloat16()
-        second = (self.weight - first.float()).bfloat16()
-        third = (self.weight - first.float() - second.float()).bfloat16()
-        rows = torch.cat([first, second, third, first, second, first])
-        return F.pad(rows, (0, 0, 0, block(len(rows)) - len(rows))).contiguous()
 
 
 def first_convolution(
@@ -215,61 +206,37 @@ def _store_windows(
 
 @kernel
 def _first_convolution(
-    samples_ptr, slots_ptr, affine_ptr, weight_ptr, total_ptr, parts_ptr, bias_ptr, gain_ptr, shift_ptr,
-    out_ptr, slots, windows, eps,
+    samples_ptr, slots_ptr, affine_ptr, weight_ptr, total_ptr, bias_ptr, gain_ptr, shift_ptr, out_ptr,
+    slots, windows, eps,
     SLOT_FRAMES: tl.constexpr, CHANNELS: tl.constexpr, BLOCK: tl.constexpr, TAPS: tl.constexpr, STEP: tl.constexpr,
     LAYER_NORM: tl.constexpr, KERNEL: tl.constexpr, STRIDE: tl.constexpr, FRAMES: tl.constexpr, EXACT: tl.constexpr,
-    PARTS: tl.constexpr, REPEAT: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """Some frames of one slot after another, all channels; sums in float32.
-
-    With PARTS they are a matrix product of bf16: a number of float32 is the sum of three of bf16, and of the nine
-    products of such parts the six that matter are summed.
-    """
+    """Some frames of one slot, all channels; sums in float32."""
     pieces: tl.constexpr = (SLOT_FRAMES + FRAMES - 1) // FRAMES  # pyright: ignore[reportAssignmentType]
+    slot = tl.program_id(0) // pieces
+    frame = (tl.program_id(0) % pieces) * FRAMES + tl.arange(0, FRAMES)
     channel = tl.arange(0, BLOCK)
     real = channel < CHANNELS
-    bias = tl.load(bias_ptr + channel, mask=real, other=0.0)
-    total = tl.load(total_ptr + channel, mask=real, other=0.0)
-    kind: tl.constexpr = tl.float32 if WIDEN else tl.bfloat16  # pyright: ignore[reportAssignmentType]
-    if PARTS:
-        row = tl.arange(0, PARTS)
-        tap, product = row % TAPS, row // TAPS
-        parts = tl.load(parts_ptr + row[:, None] * CHANNELS + channel[None, :], mask=real[None, :], other=0.0).to(kind)
-    for turn in tl.static_range(REPEAT):
-        number = tl.minimum(tl.program_id(0) * REPEAT + turn, slots * pieces - 1)  # the last one may come again
-        slot = number // pieces
-        frame = (number % pieces) * FRAMES + tl.arange(0, FRAMES)
-        origin = tl.load(slots_ptr + slot)
-        limit = tl.load(slots_ptr + slots + slot)
-        recording = tl.load(slots_ptr + 2 * slots + slot)
-        offset, factor = tl.load(affine_ptr + 2 * recording), tl.load(affine_ptr + 2 * recording + 1)
-        first_sample = samples_ptr + origin + frame * STEP
-        whole = frame * STEP + TAPS <= limit
-        if PARTS:
-            heard = tl.load(first_sample[:, None] + tap[None, :], mask=whole[:, None], other=0.0).to(tl.float32)
-            first = heard.to(tl.bfloat16)
-            rest = heard - first.to(tl.float32)
-            second = rest.to(tl.bfloat16)
-            third = (rest - second.to(tl.float32)).to(tl.bfloat16)
-            heard = tl.where((product < 3)[None, :], first, tl.where((product < 5)[None, :], second, third))
-            x = tl.dot(heard.to(kind), parts)
-        else:
-            x = tl.zeros((FRAMES, BLOCK), tl.float32)
-            for tap in tl.static_range(TAPS):
-                heard = tl.load(first_sample + tap, mask=whole, other=0.0).to(tl.float32)
-                x += heard[:, None] * tl.load(weight_ptr + tap * CHANNELS + channel, mask=real, other=0.0)[None, :]
-        # (sample + offset) × factor, behind the sums: one operation in place of one for each tap.
-        x = x * factor + (bias + offset * factor * total)[None, :]
-        if LAYER_NORM:
-            x = _layer_norm(x, gain_ptr, shift_ptr, eps, channel, CHANNELS)
-        else:
-            gain = tl.load(gain_ptr + recording * CHANNELS + channel, mask=real, other=0.0)
-            shift = tl.load(shift_ptr + recording * CHANNELS + channel, mask=real, other=0.0)
-            x = x * gain[None, :] + shift[None, :]
-        x = gelu(x, EXACT)
-        place = slot * SLOT_FRAMES + frame
-        _store_windows(out_ptr, x, place, frame < SLOT_FRAMES, channel, windows, CHANNELS, KERNEL, STRIDE)
+    origin = tl.load(slots_ptr + slot)
+    limit = tl.load(slots_ptr + slots + slot)
+    recording = tl.load(slots_ptr + 2 * slots + slot)
+    first_sample = samples_ptr + origin + frame * STEP
+    whole = frame * STEP + TAPS <= limit
+    x = tl.zeros((FRAMES, BLOCK), tl.float32)
+    for tap in tl.static_range(TAPS):
+        heard = tl.load(first_sample + tap, mask=whole, other=0.0).to(tl.float32)
+        x += heard[:, None] * tl.load(weight_ptr + tap * CHANNELS + channel, mask=real, other=0.0)[None, :]
+    # (sample + offset) × factor, behind the sums: one operation in place of one for each tap.
+    offset, factor = tl.load(affine_ptr + 2 * recording), tl.load(affine_ptr + 2 * recording + 1)
+    constant = offset * factor * tl.load(total_ptr + channel, mask=real, other=0.0)
+    x = x * factor + (constant + tl.load(bias_ptr + channel, mask=real, other=0.0))[None, :]
+    if LAYER_NORM:
+        x = _layer_norm(x, gain_ptr, shift_ptr, eps, channel, CHANNELS)
+    else:
+        gain = tl.load(gain_ptr + recording * CHANNELS + channel, mask=real, other=0.0)
+        x = x * gain[None, :] + tl.load(shift_ptr + recording * CHANNELS + channel, mask=real, other=0.0)[None, :]
+    number = slot * SLOT_FRAMES + frame
+    _store_windows(out_ptr, gelu(x, EXACT), number, frame < SLOT_FRAMES, channel, windows, CHANNELS, KERNEL, STRIDE)
 
 
 @kernel
@@ -306,19 +273,18 @@ def _launch_first(
     taps, channels = layer.weight.shape
     count = slots.shape[1]
     out = torch.empty(count * frames // windows.stride, windows.kernel * channels, dtype=dtype, device=samples.device)
-    tile = _first_tile(dtype, target_of(samples.device))
+    tile, warps = _first_tile(target_of(samples.device))
     if layer.norm is not None:
         gain, shift, eps = layer.norm.gain, layer.norm.bias, layer.norm.eps
     else:
         assert channel_norm is not None, "a group norm needs its scale and shift"
         gain, shift, eps = channel_norm.scale, channel_norm.shift, 0.0
-    _first_convolution[(-(-count * -(-frames // tile.frames) // tile.repeat),)](
+    _first_convolution[(count * -(-frames // tile),)](
         samples,
         slots,
         affine,
         layer.weight,
         layer.total,
-        layer.parts,
         layer.bias,
         gain,
         shift,
@@ -334,13 +300,9 @@ def _launch_first(
         LAYER_NORM=layer.norm is not None,
         KERNEL=windows.kernel,
         STRIDE=windows.stride,
-        FRAMES=tile.frames,
+        FRAMES=tile,
         EXACT=dtype == torch.float32,
-        PARTS=len(layer.parts) if tile.parts else 0,
-        REPEAT=tile.repeat,
-        WIDEN=is_interpreted(),
-        num_warps=tile.warps,
-        num_stages=1,
+        num_warps=warps,
     )
     return out
 
@@ -382,21 +344,9 @@ def block(count: int) -> int:
     return 1 << (count - 1).bit_length()
 
 
-@dataclass(frozen=True)
-class Tile:
-    """Of `first_convolution`: ``frames`` at once, ``repeat`` times; ``parts``: by a matrix product."""
-
-    frames: int
-    warps: int
-    parts: bool
-    repeat: int
-
-
-def _first_tile(dtype: torch.dtype, target: Target | None) -> Tile:
-    """AMD's follow from what the compiler says."""
-    if target is not None and target.is_amd and target.wave_size == 32:
-        return Tile(8, 8, False, 1)
-    return Tile(16, 4, False, 1)
+def _first_tile(target: Target | None) -> tuple[int, int]:
+    """Frames of a program, and warps. AMD's follow from what the compiler says."""
+    return (8, 8) if target is not None and target.is_amd and target.wave_size == 32 else (16, 4)
 
 
 def _activate_tile(target: Target | None) -> tuple[int, int]:
@@ -408,8 +358,8 @@ def compile_cases(target: Target) -> Iterable[CompileCase]:
     """For the gate: the sizes of all published models."""
     pointers = ("gain_ptr", "shift_ptr")
     numbers = {"slots": "i32", "windows": "i32", "eps": "fp32"}
-    for dtype, name in _TRITON.items():
-        tile = _first_tile(dtype, target)
+    tile, warps = _first_tile(target)
+    for name in _TRITON.values():
         skip = "no bf16 arithmetic" if target.family == "rdna2" and name == "bf16" else None
         common = {"CHANNELS": 512, "BLOCK": 512, "EXACT": name == "fp32"}
         for norm in (False, True):
@@ -421,16 +371,13 @@ def compile_cases(target: Target) -> Iterable[CompileCase]:
                     "samples_ptr": "*fp32",
                     "slots_ptr": "*i32",
                     **dict.fromkeys(("affine_ptr", "weight_ptr", "total_ptr", "bias_ptr", *pointers), "*fp32"),
-                    "parts_ptr": "*bf16",
                     "out_ptr": f"*{name}",
                     **numbers,
                 },
                 constants=common
-                | {"SLOT_FRAMES": 64, "TAPS": 10, "STEP": 5, "KERNEL": 3, "STRIDE": 2, "FRAMES": tile.frames}
-                | {"LAYER_NORM": norm, "PARTS": 64 if tile.parts else 0, "REPEAT": tile.repeat, "WIDEN": False},
-                dot="bf16" if tile.parts else None,
-                warps=tile.warps,
-                stages=1,
+                | {"SLOT_FRAMES": 64, "TAPS": 10, "STEP": 5, "KERNEL": 3, "STRIDE": 2, "FRAMES": tile}
+                | {"LAYER_NORM": norm},
+                warps=warps,
                 skip=skip,
             )
         frames, activate_warps = _activate_tile(target)
