@@ -49,7 +49,7 @@ class Costs:
 
     def _of(self, rows: int, samples: int, tokens: int) -> Cost:
         """Of ``rows`` utterances of ``samples`` samples and ``tokens`` target tokens each, padding included."""
-        network = self._network.train()
+        network = self._network.eval()  # what training drops at random is not left out of the count by chance
         lengths = torch.full((rows,), samples, device="meta")
         weights = {parameter.untyped_storage()._cdata for parameter in network.parameters()}
         saved: dict[int, tuple[Tensor, float]] = {}
@@ -77,7 +77,11 @@ class Costs:
         name = type(network).__name__
         forward = sum(counts["Global"].values())
         frozen = sum(sum(counts.get(f"{name}.{child}", {}).values()) for child in self._frozen)
-        return Cost(float(3 * forward - 2 * frozen), sum(size for _, size in saved.values()))
+        dropped = 0.0
+        if isinstance(network, Wav2Vec2):
+            layers = (counts.get(f"{name}.encoder.layers.{number}", {}) for number in range(network.config.layers))
+            dropped = network.config.layer_drop * sum(sum(layer.values()) for layer in layers)
+        return Cost(3 * (forward - dropped) - 2 * frozen, sum(size for _, size in saved.values()))
 
 
 def parameter_counts(network: nn.Module) -> tuple[int, int]:
