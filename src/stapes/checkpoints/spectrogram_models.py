@@ -54,15 +54,18 @@ class SpectrogramCheckpoint:
         return "ctc" if isinstance(self.config, CTCConfig) else "hybrid"
 
 
-def open_spectrogram_model(folder: Path, name: str | None = None) -> SpectrogramCheckpoint:
-    """Describe the model in a folder. Raises ModelError for what is missing, damaged or another kind of model."""
+def open_spectrogram_model(folder: Path, name: str | None = None, *, has_weights: bool = True) -> SpectrogramCheckpoint:
+    """Describe the model in a folder. Raises ModelError for what is missing, damaged or another kind of model.
+
+    has_weights: False for a folder whose weights are in graphs, not to be read.
+    """
     source = folder / "config.json"
     settings = read_json(source)
     kind = KINDS.get(str(settings.get("model_type")))
     if kind is None:
         raise ModelError(f"{folder} holds a {settings.get('model_type', 'nameless')!r} model, not one trained here")
-    files = weight_files(folder)
-    if not files:
+    files = weight_files(folder) if has_weights else []
+    if has_weights and not files:
         raise ModelError(f"{folder} has no model.safetensors; copy the model's folder again")
     places = []
     for file in files:
@@ -190,6 +193,13 @@ def write_spectrogram_model(
     """The files of a model, into a folder that is there."""
     state = {name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in weights.items()}
     save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    write_spectrogram_settings(folder, config, tokenizer, dtype)
+
+
+def write_spectrogram_settings(
+    folder: Path, config: CTCConfig | HybridConfig, tokenizer: CTCTokenizer, dtype: torch.dtype
+) -> None:
+    """All that a model's folder has beside its weights."""
     kind: Kind = "ctc" if isinstance(config, CTCConfig) else "hybrid"
     encoder = "conformer" if isinstance(config.encoder, ConformerConfig) else "whisper"
     settings = {

@@ -102,6 +102,10 @@ def measure_errors(
     """How far the graph in ``path`` is from ``expected`` where frames are real, run by ONNX Runtime on the CPU."""
     session = Session(path / folder.graphs["ctc"], resolve("cpu"), CPU)
     logits = session(dict(zip(session.inputs, inputs, strict=True)))["logits"]
-    wanted, counts = expected
+    return {"ctc": worst_row(logits, *expected)}
+
+
+def worst_row(logits: Tensor, wanted: Tensor, counts: Tensor) -> float:
+    """How far logits (batch, frames, vocabulary) are from those wanted where frames are real: see `relative_error`."""
     rows = [(logits[i, :count], wanted[i, :count]) for i, count in enumerate(counts.tolist())]
-    return {"ctc": relative_error(torch.cat([got for got, _ in rows]), torch.cat([row for _, row in rows]))}
+    return relative_error(torch.cat([got for got, _ in rows]), torch.cat([row for _, row in rows]))

@@ -15,9 +15,16 @@ from stapes.checkpoints.folders import written_whole
 from stapes.checkpoints.load import WAV2VEC2, load_whisper, model_type, open_checkpoint
 from stapes.checkpoints.onnx_folder import OnnxFolder, is_onnx
 from stapes.checkpoints.save import save_huggingface, write_settings
+from stapes.checkpoints.spectrogram_models import (
+    KINDS,
+    load_spectrogram_model,
+    open_spectrogram_model,
+    write_spectrogram_settings,
+)
 from stapes.checkpoints.tokenizer import open_tokenizer
 from stapes.checkpoints.wav2vec2 import load_wav2vec2, open_wav2vec2, save_wav2vec2, write_wav2vec2_settings
 from stapes.errors import ModelError, UsageError
+from stapes.models.ctc_head import CTC
 from stapes.progress import Progress
 
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16}
@@ -82,8 +89,10 @@ def export_onnx(
             made = _ctc(name, location, temporary, _DTYPES[precision], language)
         elif kind == "whisper":
             made = _whisper(name, location, temporary, _DTYPES[precision], note)
+        elif KINDS.get(kind) == "ctc":
+            made = _spectrogram_ctc(name, location, temporary, _DTYPES[precision])
         else:
-            raise ModelError(f"{name} is a {kind!r} model; Whisper and wav2vec 2.0 CTC models can be exported to ONNX")
+            raise ModelError(f"{name} is a {kind!r} model; Whisper and CTC models can be exported to ONNX")
         made.write(temporary)
     size = sum(file.stat().st_size for file in folder.iterdir())
     checked = {graph: dict(values) for graph, values in made.checked.items()}
@@ -147,6 +156,24 @@ def _ctc(name: str, location: catalog.Location, folder: Path, dtype: torch.dtype
     made = OnnxFolder(
         kind=checkpoint.kind, graphs=files, dtype=str(dtype).removeprefix("torch."), opset=OPSET, source=name
     )
+    return replace(made, checked=judge(measure_errors(folder, made, inputs, expected), dtype))
+
+
+def _spectrogram_ctc(name: str, location: catalog.Location, folder: Path, dtype: torch.dtype) -> OnnxFolder:
+    from stapes.export.graphs import OPSET, judge
+    from stapes.export.spectrogram_ctc import example, expect, measure_errors, write_spectrogram_ctc
+    from stapes.export.weights import WeightsFile
+
+    checkpoint = open_spectrogram_model(location.path, name)
+    network = load_spectrogram_model(checkpoint, torch.float32, torch.device("cpu"))
+    assert isinstance(network, CTC)
+    write_spectrogram_settings(folder, network.config, checkpoint.tokenizer, dtype)
+    inputs = example(network)
+    expected = expect(network, inputs)
+    with WeightsFile(folder) as weights:
+        files = write_spectrogram_ctc(network, dtype, inputs, weights)
+    kind = next(name for name, each in KINDS.items() if each == "ctc")
+    made = OnnxFolder(kind=kind, graphs=files, dtype=str(dtype).removeprefix("torch."), opset=OPSET, source=name)
     return replace(made, checked=judge(measure_errors(folder, made, inputs, expected), dtype))
 
 

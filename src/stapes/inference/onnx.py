@@ -6,12 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from stapes.checkpoints.huggingface import open_huggingface
-from stapes.checkpoints.load import WAV2VEC2
 from stapes.checkpoints.onnx_folder import OnnxFolder, read_onnx_folder
 from stapes.checkpoints.tokenizer import open_tokenizer
 from stapes.decoding.rules import Vocabulary
 from stapes.devices.backend import Device
 from stapes.errors import ModelError, UsageError
+from stapes.inference.ctc_open import CTC_KINDS
 from stapes.inference.family import Family
 from stapes.inference.onnx_ctc import open_onnx_ctc
 from stapes.inference.onnx_session import choose_provider
@@ -35,7 +35,7 @@ def open_onnx(name: str, path: Path, device: Device, precision: Precision, slots
     provider = choose_provider(device)
     if folder.kind == "whisper":
         return _open_whisper(name, path, folder, device, provider, slots)
-    if folder.kind in WAV2VEC2:
+    if folder.kind in CTC_KINDS:
         return open_onnx_ctc(name, path, folder, device, provider, slots)
     raise ModelError(f"{path} holds a {folder.kind!r} model, which cannot be run as ONNX: export the model again")
 

@@ -12,12 +12,15 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from stapes.checkpoints.load import WAV2VEC2
 from stapes.checkpoints.onnx_folder import OnnxFolder
+from stapes.checkpoints.spectrogram_models import SpectrogramCheckpoint, build, open_spectrogram_model
 from stapes.checkpoints.wav2vec2 import describe_wav2vec2
 from stapes.devices.backend import Device
 from stapes.inference.ctc_family import CTCFamily
 from stapes.inference.ctc_model import Network, Wav2Vec2CTC
 from stapes.inference.onnx_session import Session
+from stapes.inference.spectrogram_ctc import SpectrogramCTC
 from stapes.inference.torch_ctc import TorchCTCEngine, batch_seconds
 from stapes.models.wav2vec2 import GroupNormConvLayer, Statistics, Wav2Vec2, Wav2Vec2Config
 
@@ -26,19 +29,55 @@ FIRST_CONVOLUTION = "first_convolution.safetensors"
 sees a window."""
 
 
+_LEAST_FRAMES = 16
+"""What the graph takes; a spectrogram with fewer frames is padded."""
+
+
 def open_onnx_ctc(name: str, path: Path, folder: OnnxFolder, device: Device, provider: str, slots: int) -> CTCFamily:
     """Load the CTC model in a folder. Raises ModelError and DeviceError."""
-    checkpoint = describe_wav2vec2(path, name)
     dtype = getattr(torch, folder.dtype)
     session = Session(path / folder.graphs["ctc"], device, provider)
-    model = OnnxCTC(checkpoint, stand_in(checkpoint.config, path, device), partial(_network, session))
+    model: OnnxCTC | OnnxSpectrogramCTC
+    with torch.device("meta"):
+        if folder.kind in WAV2VEC2:
+            checkpoint = describe_wav2vec2(path, name)
+            network: nn.Module = Wav2Vec2(checkpoint.config)
+        else:
+            checkpoint = open_spectrogram_model(path, name, has_weights=False)
+            network = build(checkpoint.config)
+    if isinstance(checkpoint, SpectrogramCheckpoint):
+        model = OnnxSpectrogramCTC(checkpoint, _SpectrogramRunner(session, checkpoint, device))  # pyright: ignore[reportArgumentType]
+    else:
+        model = OnnxCTC(checkpoint, stand_in(checkpoint.config, path, device), partial(_network, session))
     model.session = session
     shapes = "tight" if device.backend == "cpu" else "fixed"
     seconds = batch_seconds(device.torch, dtype)
     engine = TorchCTCEngine(model, slots, batch_seconds=seconds, shapes=shapes, dtype=dtype)
-    with torch.device("meta"):
-        parameters = sum(parameter.numel() for parameter in Wav2Vec2(checkpoint.config).parameters())
+    parameters = sum(parameter.numel() for parameter in network.parameters())
     return CTCFamily(name, model, engine, checkpoint.config, parameters)
+
+
+class OnnxSpectrogramCTC(SpectrogramCTC):
+    """A `CTCModel` over spectrograms whose logits a graph computes."""
+
+    session: Session
+
+
+class _SpectrogramRunner(nn.Module):
+    """Stands in for a `CTC`, whose encoder already gives logits."""
+
+    def __init__(self, session: Session, checkpoint: SpectrogramCheckpoint, device: Device) -> None:
+        super().__init__()
+        self.session, self.config = session, checkpoint.config
+        self.place = nn.Parameter(torch.empty(0, device=device.torch), requires_grad=False)
+        self.head = nn.Identity()
+
+    def encoder(self, mel: Tensor, frames: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Logits and real frames."""
+        lengths = torch.full((len(mel),), mel.shape[2], device=mel.device) if frames is None else frames
+        padded = torch.nn.functional.pad(mel, (0, max(0, _LEAST_FRAMES - mel.shape[2])))
+        found = self.session({"mel": padded, "lengths": lengths})
+        return found["logits"][:, : max(1, int(found["counts"].max()))], found["counts"]
 
 
 class OnnxCTC(Wav2Vec2CTC):

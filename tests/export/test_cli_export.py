@@ -1,0 +1,95 @@
+"""``stapes export`` and ``stapes quantize`` as a user types them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from borrowed_tokenizer import a_tokenizer
+from small_whisper import random_weights, write_huggingface
+
+from ctc_models import babble, save
+from stapes.checkpoints.onnx_folder import read_onnx_folder
+from stapes.cli.main import main
+from stapes.recognizer import load
+
+SECOND = 16_000
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("cli") / "model"
+    save(folder, layers=1)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def half(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int, dict]:
+    """The model in half precision for MIGraphX, whose tool is not here; the exit code, and what was printed."""
+    out = tmp_path_factory.mktemp("half") / "out"
+    patch, printed = pytest.MonkeyPatch(), []
+    patch.setenv("PATH", str(model))
+    patch.setattr("stapes.cli.terminal.Terminal.out", lambda _, text: printed.append(text))
+    code = main(["export", str(model), "--to", "migraphx", "--architecture", "gfx942", "-o", str(out), "--json"])
+    patch.undo()
+    return out, code, json.loads(printed[0])
+
+
+def test_a_missing_tool_leaves_its_commands(half: tuple[Path, int, dict]) -> None:
+    out, code, printed = half
+    assert code == 3
+    (engine,) = printed["engines"]
+    assert "migraphx-driver is not installed" in engine["failure"]
+    script = (out / "build-migraphx.sh").read_text()
+    assert "--gpu-arch gfx942 --fp16 --input-dim @waveform 8 480000 --input-dim @lengths 8 --binary" in script
+
+
+def test_half_precision_is_near_and_runs(half: tuple[Path, int, dict], model: Path) -> None:
+    out, _, printed = half
+    assert read_onnx_folder(out).dtype == "float16"
+    assert printed["precision"] == "fp16"
+    assert 1e-5 < printed["checked"]["ctc"]["error"] <= printed["checked"]["ctc"]["tolerance"]
+    ours, theirs = (load(folder, device="cpu") for folder in (model, out))
+    texts = [each.transcribe(babble(4.0, 3), sample_rate=SECOND, vad=False).text for each in (ours, theirs)]
+    assert len(texts[0]) > 20
+    assert texts[0][:10] == texts[1][:10]
+
+
+def test_huggingface_layout_of_a_whisper(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write_huggingface(tmp_path / "model", random_weights())
+    (folder / "tokenizer.json").symlink_to(a_tokenizer())
+    assert main(["export", str(folder), "--to", "huggingface", "-o", str(tmp_path / "out"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["kind"] == "whisper"
+    assert (tmp_path / "out" / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["export", "{model}"], "-o FOLDER"),
+        (["export", "{model}", "-o", "{model}"], "holds the model"),
+        (["export", "{model}", "-o", "{model}/.."], "holds the model"),
+        (["export", "{model}", "-o", "out", "--architecture", "gfx942"], "--to migraphx"),
+        (["export", "{model}", "-o", "out", "--to", "huggingface", "--precision", "fp16"], "leave --precision out"),
+        (["export", "{model}", "-o", "out", "--to", "tensorrt", "--windows", "0"], "--windows is 0"),
+        (["quantize", "{model}"], "-o FOLDER"),
+        (["quantize", "{model}", "-o", "{model}"], "holds the model"),
+        (["quantize", "{model}", "-o", "out", "--limit", "0"], "--limit is 0"),
+        (["quantize", "{model}", "-o", "out", "--sensitive", "-1"], "--sensitive"),
+        (["quantize", "{model}", "-o", "out", "--manifest", "nowhere.jsonl"], "nowhere.jsonl"),
+    ],
+)
+def test_wrong_usage_is_said_before_anything_is_done(
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: list[str],
+    reason: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main([word.format(model=model) for word in words]) == 2
+    assert reason in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+    assert (model / "config.json").is_file()
