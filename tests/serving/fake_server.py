@@ -62,6 +62,7 @@ class FakeServer:
 
     def _app(self) -> FastAPI:
         app = FastAPI()
+        app.mount("/below", app)  # as a proxy would have it
         self.pause.set()
         app.include_router(page_router())
 

@@ -322,6 +322,7 @@ def test_live_captions_from_the_microphone(page: Page, server: FakeServer) -> No
 
 
 def test_broken_connection_is_resumed_without_loss(page: Page, server: FakeServer) -> None:
+    """TranscriptionSuite #239: a socket that dropped lost all that had been streamed."""
     server.drop_after = 48_000
     server.key = "sk-secret"
     page.run("document.querySelector('[name=key]').value = 'sk-secret'")
@@ -377,6 +378,19 @@ def test_file_that_the_browser_cannot_play_is_transcribed_all_the_same(page: Pag
     done(page)
     page.until("!document.querySelector('#player-error').hidden && document.querySelector('#wave').hidden")
     assert len(transcript(page)) == 2
+
+
+def test_works_below_a_path_of_a_proxy(page: Page, server: FakeServer, recording: Path) -> None:
+    page.go(f"{server.url}below/")
+    page.choose_files("#files", recording)
+    done(page)
+    page.until("document.querySelector('#server').dataset.ready === 'true'")
+    page.click("#start-live")
+    page.until("document.querySelector('#live').dataset.state === 'open'")
+    page.click("#live-stop")
+    page.until("document.querySelector('#live').hidden")
+    addresses = [url.removeprefix(server.url) for url in page.requests if url.startswith(server.url)]
+    assert all(each.startswith("below/") for each in addresses[addresses.index("below/") :])
 
 
 def test_on_a_touch_screen_correcting_is_switched_on(page: Page, server: FakeServer, recording: Path) -> None:
