@@ -15,6 +15,7 @@ are `SpeechStarted`, `Partial`, `Committed`, `SpeechStopped`, `Final` and `Faile
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -67,9 +68,18 @@ _INTERVAL = (0.3, 2.0)
 """Seconds of sound from one partial to the next, at least and at most."""
 
 _INTERVAL_PER_LATENCY = 1.5
-"""The interval is so many times what partials have taken of late: a busy engine is asked less often."""
+"""The interval is so many times what partials take: one stream leaves the engine a third of its time."""
 
 _SMOOTHING = 0.1
+
+_SOON = (0.2, 2.0)
+"""Seconds in which the end of a turn is to be heard on average, or twice what it takes at least, where that is more:
+it is begun 0.25 s before the turn is over. While it takes longer, partials are asked for less often."""
+
+_PRESSURE_STEP = 1.03
+_MOST_PRESSURE = 8.0
+_FORGETTING = 1.001
+"""How fast, from one end of a turn to the next, it is forgotten how little one can take."""
 
 _GATHER_SECONDS = 0.01
 """Where several sessions speak, their chunks of so long are looked at together."""
@@ -93,6 +103,9 @@ class Live:
         self._windows = _Windows(self)
         self._thread: threading.Thread | None = None
         self._latency = 0.0  # of partials, from when they were due
+        self._final_latency = 0.0  # of ends of turns
+        self._least = math.inf  # of theirs
+        self._pressure = 1.0  # the interval is so many times what one stream would have
 
     def open(
         self,
@@ -126,7 +139,8 @@ class Live:
     @property
     def interval(self) -> float:
         """Seconds of sound from one partial to the next, just now."""
-        return min(max(_INTERVAL_PER_LATENCY * self._latency, _INTERVAL[0]), _INTERVAL[1])
+        alone = max(_INTERVAL_PER_LATENCY * self._latency, _INTERVAL[0])
+        return min(alone * self._pressure, _INTERVAL[1])
 
     @property
     def count(self) -> int:
@@ -248,6 +262,12 @@ class Live:
         """A window came back so many seconds after it was wanted."""
         if urgency == "partial":
             self._latency += (_SMOOTHING if self._latency else 1.0) * (seconds - self._latency)
+            return
+        self._final_latency += (_SMOOTHING if self._final_latency else 1.0) * (seconds - self._final_latency)
+        self._least = min(self._least * _FORGETTING, seconds)
+        is_late = self._final_latency > max(_SOON[0], _SOON[1] * self._least)
+        pressure = self._pressure * (_PRESSURE_STEP if is_late else 1 / _PRESSURE_STEP)
+        self._pressure = min(max(pressure, 1.0), _MOST_PRESSURE)
 
 
 class _Windows(Ingest):
