@@ -100,7 +100,8 @@ def choose_dtype(precision: Precision, device: Device) -> torch.dtype:
     if precision in plain:
         return plain[precision]
     if device.backend == "cpu":
-        raise UsageError(f"--precision {precision} needs a GPU: on the CPU use fp32")
+        other = ", or a folder that `stapes quantize` made" if precision == "int8" else ""
+        raise UsageError(f"--precision {precision} needs a GPU: on the CPU use fp32{other}")
     if precision == "fp8":
         fp8_dtype(device)
         return torch.bfloat16
