@@ -94,7 +94,7 @@ def load(
     check_backend(backend, name, exported)
     if exported:
         slots = batch_size or _default_slots(where)
-        return Recognizer(open_onnx(name, location.path, where, precision, slots), where)
+        return Recognizer(open_onnx(name, location.path, where, precision, slots, progress), where)
     dtype = choose_dtype(precision, where)
     kind = model_type(location.path)
     if kind is not None and kind in CTC_KINDS:

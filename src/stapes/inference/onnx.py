@@ -18,12 +18,13 @@ from stapes.inference.onnx_session import choose_provider
 from stapes.inference.onnx_whisper import OnnxWhisper, OnnxWhisperEngine
 from stapes.inference.whisper_family import WhisperFamily
 from stapes.options import Precision
+from stapes.progress import Progress
 
 _PRECISIONS = {"float32": "fp32", "float16": "fp16"}
 
 
-def open_onnx(name: str, path: Path, device: Device, precision: Precision, slots: int) -> Family:
-    """Load the exported model in a folder.
+def open_onnx(name: str, path: Path, device: Device, precision: Precision, slots: int, progress: Progress) -> Family:
+    """Load the exported model in a folder, and say what runs it.
 
     slots: windows decoded together. Raises ModelError, DeviceError where the device has no provider or it does not
     start, UsageError for another precision than the folder's.
@@ -34,10 +35,13 @@ def open_onnx(name: str, path: Path, device: Device, precision: Precision, slots
         raise UsageError(f"--precision {precision}: {name} was exported in {has}; leave --precision out")
     provider = choose_provider(device)
     if folder.kind == "whisper":
-        return _open_whisper(name, path, folder, device, provider, slots)
-    if folder.kind in CTC_KINDS:
-        return open_onnx_ctc(name, path, folder, device, provider, slots)
-    raise ModelError(f"{path} holds a {folder.kind!r} model, which cannot be run as ONNX: export the model again")
+        family: Family = _open_whisper(name, path, folder, device, provider, slots)
+    elif folder.kind in CTC_KINDS:
+        family = open_onnx_ctc(name, path, folder, device, provider, slots)
+    else:
+        raise ModelError(f"{path} holds a {folder.kind!r} model, which cannot be run as ONNX: export the model again")
+    progress.note(f"{name}: {has}, run by ONNX Runtime's {provider}")
+    return family
 
 
 def _open_whisper(
