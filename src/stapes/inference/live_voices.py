@@ -172,9 +172,12 @@ class _WhisperFeed(_WindowFeed, Recording):
 
     def vote(self, window: Any, probabilities: dict[str, float]) -> bool:
         self._voice.vote(probabilities)
-        self.language = self._voice.language
         self._voice.returned(window)
         return True
+
+    def request(self, window: Any) -> DecodeRequest:
+        self.language = self._voice.language  # another window may have told it while this one was on its way
+        return super().request(window)
 
     def _heard(self, window: Any, draft: Draft) -> Heard:
         if draft.attempt is None or not draft.segments:
@@ -258,7 +261,6 @@ class WhisperVoice:
 
     def window(self, stretch: Stretch, deliver: Deliver) -> FeedWindow:
         feed = self.final if stretch.is_final else self.quick
-        feed.language = self._language
         before = self.model.tokenizer.encode(stretch.before)[-_PROMPT_TOKENS:] if stretch.before else []
         packed = PackedWindow((Piece(stretch.start, stretch.start + len(stretch.pcm)),), stretch.peak)
         prompt = feed.prompt_tokens(before, initial=stretch.is_first)

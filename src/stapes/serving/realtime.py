@@ -29,8 +29,13 @@ _LINGER_SECONDS = 60.0
 _START_SECONDS = 120.0
 """A connection on which no sound has come for so long, and never has, is closed."""
 
+_IDLE_SECONDS = 900.0
+"""A session whose client sends nothing at all for so long has its connection closed."""
+
 _SEND_SECONDS = 20.0
 """A client that takes nothing for so long has its connection closed."""
+
+_LAST_WORD_SECONDS = 0.1
 
 _MOST_BYTES = 15 << 20
 """Sound in one event."""
@@ -111,33 +116,33 @@ class _Connection:
         """Until either side has enough."""
         services = self._services
         services.log.info("live_began", session=session.id[:13], client=session.client.label)
-        await self._send(self._created(session))
-        tasks = [
-            asyncio.create_task(self._receive(session)),
-            asyncio.create_task(self._tell(session)),
-            asyncio.create_task(services.limits.handing_back.wait()),
-            asyncio.create_task(self._replaced.wait()),
-        ]
+        receiver = asyncio.create_task(self._receive(session))
+        stopping = asyncio.create_task(services.limits.handing_back.wait())
+        others = [asyncio.create_task(self._tell(session)), asyncio.create_task(self._replaced.wait())]
+        tasks = [receiver, stopping, *others]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([receiver], timeout=_LAST_WORD_SECONDS)  # a goodbye, where sending has failed
         finally:
-            receiver, _, stopping, _ = tasks
-            client_left = receiver.done() and not receiver.cancelled() and receiver.exception() is None
             code = _GOING_AWAY if stopping.done() else _TRY_AGAIN if session.over else self._code
             for task in tasks:
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            results = await asyncio.gather(*tasks, return_exceptions=True)
             if session.connection is self:
                 session.connection = None
-                if client_left and receiver.result() == _NORMAL:
+                if results[0] == _NORMAL:
                     self._sessions.remove(session)
                 else:
                     self._sessions.leave(session)
-            with suppress(RuntimeError, WebSocketDisconnect, TimeoutError):
-                if self._websocket.application_state is not WebSocketState.DISCONNECTED:
-                    async with asyncio.timeout(_SEND_SECONDS):
-                        await self._websocket.close(code)
-            services.log.info("live_ended", session=session.id[:13], audio_ms=session.audio_ms)
+            await self._close(code)
+            failure = next((type(each).__name__ for each in results if isinstance(each, Exception)), None)
+            services.log.info("live_ended", session=session.id[:13], audio_ms=session.audio_ms, failure=failure)
+
+    async def _close(self, code: int) -> None:
+        with suppress(RuntimeError, WebSocketDisconnect, TimeoutError):
+            if self._websocket.application_state is not WebSocketState.DISCONNECTED:
+                async with asyncio.timeout(_SEND_SECONDS):
+                    await self._websocket.close(code)
 
     @staticmethod
     def _created(session: Session) -> dict[str, Any]:
@@ -147,6 +152,7 @@ class _Connection:
     # To the client.
 
     async def _tell(self, session: Session) -> None:
+        await self._send(self._created(session))
         while (event := await session.next_event(self)) is not None:
             try:
                 await self._send(event)
@@ -163,7 +169,7 @@ class _Connection:
     async def _receive(self, session: Session) -> int:
         """Take events until the client leaves; its close code, or ours where it has to go."""
         while session.connection is self:
-            patience = None if session.has_begun else _START_SECONDS
+            patience = _IDLE_SECONDS if session.has_begun else _START_SECONDS
             try:
                 async with asyncio.timeout(patience):
                     message = await self._websocket.receive()
