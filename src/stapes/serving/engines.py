@@ -26,6 +26,9 @@ _LONGEST_PAUSE = 30.0
 _STABLE_SECONDS = 60.0
 """An engine that lived so long is begun again without a pause."""
 
+_MOST_UNREAD = 1 << 28
+"""Bytes that may wait for an engine process to read them: hundreds of live sessions for many seconds."""
+
 _GRACE = 30.0
 """Seconds beyond its canary's turn in which a device may be silent and still counts as ready: a long window of a large
 model on a slow processor."""
@@ -150,9 +153,13 @@ class Engine:
         return call
 
     def post(self, message: Mapping[str, Any], payload: bytes = b"") -> None:
-        """Send a message; nothing happens where no process is there."""
-        if self._writer is not None:
-            self._writer.write(wire.pack(message, payload))
+        """Send a message; nothing happens where no process is there. One that takes in nothing any more is ended."""
+        if self._writer is None:
+            return
+        self._writer.write(wire.pack(message, payload))
+        if self._writer.transport.get_write_buffer_size() > _MOST_UNREAD:
+            self._log.error("engine_stalled", engine=self.name, pid=self.pid)
+            self._kill()
 
     def forget(self, number: int) -> None:
         """A call is over."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -36,5 +34,4 @@ async def readyz(request: Request) -> JSONResponse:
 async def metrics(request: Request) -> Response:
     """Prometheus' text format."""
     services: Services = request.app.state.services
-    text = await asyncio.to_thread(services.metrics.text)  # drivers may take their time
-    return Response(text, media_type=CONTENT_TYPE_LATEST)
+    return Response(await services.metrics.text(), media_type=CONTENT_TYPE_LATEST)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
@@ -50,10 +52,12 @@ class Metrics:
 
     def collect_from(self, services: Services) -> None:
         """Look these services up whenever somebody asks."""
-        self.registry.register(_Lookups(services))  # type: ignore[arg-type]
+        self._lookups = _Lookups(services)
+        self.registry.register(self._lookups)  # type: ignore[arg-type]
 
-    def text(self) -> bytes:
+    async def text(self) -> bytes:
         """Everything, in Prometheus' text format."""
+        await asyncio.to_thread(self._lookups.read_gpus)  # drivers may take their time
         return generate_latest(self.registry)
 
 
@@ -66,6 +70,7 @@ class _Lookups:
         self._monitor = monitor.Monitor(fallback={"none": list})
         self._gpus: list[Metric] = []
         self._read_at = float("-inf")
+        self._lock = threading.Lock()
 
     def describe(self) -> Iterable[Metric]:
         """Nothing in advance: collecting has to wait until there is something."""
@@ -75,7 +80,7 @@ class _Lookups:
         """All families."""
         yield from self._queues()
         yield from self._engines()
-        yield from self._gpu_numbers()
+        yield from self._gpus
 
     def _queues(self) -> Iterable[Metric]:
         limits = self._services.limits
@@ -115,16 +120,18 @@ class _Lookups:
                     histogram.add_metric([engine.name], _cumulative(sizes["counts"]), sizes["total"])
             yield histogram
 
-    def _gpu_numbers(self) -> Iterable[Metric]:
-        if time.monotonic() - self._read_at > _GPU_SECONDS:
-            self._read_at, families = time.monotonic(), {}
+    def read_gpus(self) -> None:
+        """Ask the drivers, if that is some seconds ago."""
+        with self._lock:
+            if time.monotonic() - self._read_at < _GPU_SECONDS:
+                return
+            families: dict[str, GaugeMetricFamily] = {}
             for reading in self._monitor.gpus():
                 for name, value in monitor.as_metrics(reading).items():
                     if name not in families:
                         families[name] = GaugeMetricFamily(f"stapes_{name}", "As the driver tells it", labels=["gpu"])
                     families[name].add_metric([str(reading.index)], value)
-            self._gpus = list(families.values())
-        return self._gpus
+            self._gpus, self._read_at = [*families.values()], time.monotonic()
 
 
 def _cumulative(counts: list[int]) -> list[tuple[str, float]]:
