@@ -77,7 +77,7 @@ def words() -> TrainConfig:
     config.masks.frequency_masks, config.masks.frequency_width = 2, 10
     config.optimizer.peak_lr, config.optimizer.warmup_steps = 4e-3, 50
     config.optimizer.ema = 0.98
-    config.run.epochs, config.run.evaluate_every = 80, 200
+    config.run.epochs, config.run.evaluate_every = 120, 200
     return config
 
 
