@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -68,7 +68,7 @@ class _Lookups:
         self._services = services
         # PyTorch, the last resort for GPU numbers, is not for this process.
         self._monitor = monitor.Monitor(fallback={"none": list})
-        self._gpus: list[Metric] = []
+        self._gpus: Sequence[Metric] = []
         self._read_at = float("-inf")
         self._lock = threading.Lock()
 
