@@ -13,6 +13,7 @@ from typing import Any
 
 from stapes.benchmarks import published
 from stapes.benchmarks.records import BenchResult, CaseRow, Spread, Weights, read_bench
+from stapes.benchmarks.results_stream import HEADER, live_rows
 
 BLANK = "*not measured yet*"
 LENGTHS = ((30.0, "30 s"), (300.0, "5 min"), (3600.0, "1 h"))
@@ -80,6 +81,8 @@ def render(results: Sequence[tuple[str, BenchResult]]) -> str:
         "## Beside other systems\n\nThe same recording, model, number format and threads. WER says whether the faster "
         "one also wrote what was said.\n",
         _peers(labelled),
+        "## Live\n\nClients that speak recordings at the pace of speech, all at once; median / 95th percentile.\n",
+        _live(labelled),
         "## Between GPUs\n\nAll-reduce, every sum checked: the time of the smallest one, and the most that a link "
         "carried (bus bandwidth as nccl-tests define it).\n",
         _allreduce(labelled),
@@ -344,6 +347,11 @@ def _latency(results: Sequence[Labelled]) -> str:
     ]
     command = "stapes bench mlperf --random-weights large-v3 --precision bf16 --peer transformers --latency"
     return table(header, rows, right=2) if rows else f"{BLANK}: `{command}`\n"
+
+
+def _live(results: Sequence[Labelled]) -> str:
+    rows = live_rows(results, _model, _device)
+    return table(HEADER, rows, right=6) if rows else f"{BLANK}: `stapes bench stream`\n"
 
 
 def _allreduce(results: Sequence[Labelled]) -> str:
