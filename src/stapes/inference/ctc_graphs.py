@@ -20,7 +20,7 @@ from stapes.kernels.wave_convolution import ChannelNorm
 log = logging.getLogger(__name__)
 
 _MOST_SLOTS = 4_096
-"""80 s of sound: from about there on the device is busy all the time, and what a graph keeps of memory is large."""
+"""80 s of sound: what a graph keeps of memory grows with it, and what it spares does not."""
 
 _MOST_GRAPHS = 32
 
