@@ -1,9 +1,9 @@
 """Around the wide grouped convolution that tells a transformer where its frames stand.
 
-As a product it is plain and fast (750 TFLOP/s in bf16 on an H200), and nothing has to be compiled for a new length:
-several neighbouring positions have nearly all of their window in common, so that one row of a matrix, a window that
-serves ``positions`` of them, is multiplied by weights that are shifted by a frame for each. For 8 positions that is 5 % more arithmetic
-than there need be. `position_windows` lays the windows out, `add_positions` does what follows the product.
+As a product it is plain and fast (750 TFLOP/s in bf16 on an H200), and nothing has to be compiled for a new length.
+Several neighbouring positions have nearly all of their window in common: one row of a matrix, a window that serves
+``positions`` of them, is multiplied by weights that are shifted by a frame for each. For 8 positions that is 5 % more
+arithmetic than there need be. `position_windows` lays the windows out, `add_positions` does what follows the product.
 """
 
 from __future__ import annotations
