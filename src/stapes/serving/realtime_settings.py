@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,6 +16,7 @@ _NAMES = {ours: theirs for theirs, ours in _FORMATS.items()}
 _EAGERNESS = {"low": 1000, "medium": 600, "auto": 600, "high": 300}
 """``semantic_vad`` is taken for silence of so many milliseconds: whether a sentence is complete is not looked at."""
 
+_MOST = 1e9
 _LOGPROBS = "item.input_audio_transcription.logprobs"
 _BYTES_PER_SAMPLE = {"pcm16": 2, "g711_ulaw": 1, "g711_alaw": 1}
 
@@ -79,7 +79,7 @@ class LiveSettings:
         except UsageError as error:
             raise ApiError(400, str(error), code="invalid_value") from None
         if (include := session.get("include")) is not None:
-            if not isinstance(include, list) or set(include) - {_LOGPROBS}:
+            if not isinstance(include, list) or any(each != _LOGPROBS for each in include):
                 raise _wrong("session.include", f"may hold {_LOGPROBS}")
             changed = replace(changed, logprobs=_LOGPROBS in include)
         return changed
@@ -100,7 +100,7 @@ class LiveSettings:
     def _beta(self, session: dict[str, Any], served: Served) -> LiveSettings:
         changed = self
         if (format := session.get("input_audio_format")) is not None:
-            if format not in _NAMES:
+            if not isinstance(format, str) or format not in _NAMES:
                 raise _wrong("session.input_audio_format", f"must be one of {', '.join(_NAMES)}")
             changed = replace(changed, format=format, rate=24_000 if format == "pcm16" else 8_000)
         changed = changed._with_transcription(session.get("input_audio_transcription"), "session", served)
@@ -111,7 +111,7 @@ class LiveSettings:
     def _with_format(self, format: Any) -> LiveSettings:
         place = "session.audio.input.format"
         name = format.get("type") if isinstance(format, dict) else None
-        if name not in _FORMATS:
+        if not isinstance(name, str) or name not in _FORMATS:
             raise _wrong(f"{place}.type", f"must be one of {', '.join(_FORMATS)}")
         if name != "audio/pcm":
             return replace(self, format=_FORMATS[name], rate=8_000)
@@ -194,7 +194,7 @@ def _turns(given: Any, now: TurnOptions, place: str) -> TurnOptions:
     kind = given.get("type", "server_vad") if isinstance(given, dict) else None
     if kind == "semantic_vad":
         eagerness = given.get("eagerness", "auto")
-        if eagerness not in _EAGERNESS:
+        if not isinstance(eagerness, str) or eagerness not in _EAGERNESS:
             raise _wrong(f"{place}.eagerness", f"must be one of {', '.join(_EAGERNESS)}")
         return TurnOptions(silence_duration_ms=_EAGERNESS[eagerness])
     if kind != "server_vad":
@@ -204,7 +204,7 @@ def _turns(given: Any, now: TurnOptions, place: str) -> TurnOptions:
         value = given.get(name)
         if value is None:
             continue
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < _MOST:
             raise _wrong(f"{place}.{name}", "must be a number")
         changes[name] = value if name == "threshold" else round(value)
     return replace(now, **changes)
