@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from stapes.inference.ctc_graphs import Graphs, Norms
 from stapes.inference.ctc_packing import POSITIONS, Packing, Tables, overhang, pack, unpack
 from stapes.inference.gpu_lane import upload
-from stapes.kernels.layer_norm import layer_norm
+from stapes.inference.lacking_norm import LackingNorm
 from stapes.kernels.packed_attention import packed_attention
 from stapes.kernels.positions import add_positions, position_windows, toeplitz
 from stapes.kernels.wave_convolution import (
@@ -36,19 +36,6 @@ from stapes.models.waveform import Moments, normalization
 
 _CHUNK = 16_384
 """Slots whose convolutions are computed at once: 5 minutes of sound, whose windows are 1.6 GB in half precision."""
-
-
-@dataclass(frozen=True)
-class _Norm:
-    """A layer norm, and the sum of the biases that the residual stream lacks when it comes."""
-
-    gain: Tensor
-    bias: Tensor
-    lack: Tensor
-    eps: float
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return layer_norm(x, self.lack, self.gain, self.bias, self.eps)
 
 
 @dataclass(frozen=True)
@@ -72,7 +59,7 @@ class _Linear:
 
 @dataclass(frozen=True)
 class _Adapter:
-    norm: _Norm
+    norm: LackingNorm
     down: _Linear
     up: _Linear
 
@@ -85,10 +72,10 @@ class _Layer:
     """``first`` and ``second`` are the norms before attention and MLP, or after them where the model has them there."""
 
     pre_norm: bool
-    first: _Norm
+    first: LackingNorm
     qkv: _Linear
     out: Tensor
-    second: _Norm
+    second: LackingNorm
     up: _Linear
     down: Tensor
     adapter: _Adapter | None
@@ -145,13 +132,13 @@ class GpuCtcEncoder:
         self._position_weight = toeplitz(positions.weight.detach().to(dtype), config.position_groups, POSITIONS)
         self._position_bias = _bias(positions)
         lack = torch.zeros(config.width, device=self.device)
-        self._norm = _norm(encoder.norm, lack)
+        self._norm = LackingNorm.of(encoder.norm, lack)
         self._layers: list[_Layer] = []
         for layer in encoder.layers:
             assert isinstance(layer, EncoderLayer)
             block, lack = _take(layer, lack, dtype)
             self._layers.append(block)
-        self._last_norm = _norm(encoder.norm, lack)
+        self._last_norm = LackingNorm.of(encoder.norm, lack)
         self._downsampling = copy.deepcopy(model.downsampling).to(dtype) if model.downsampling is not None else None
         self._head = None if model.head is None else _linear(model.head, dtype)
         self._unchanged = torch.tensor([0.0, 1.0], device=self.device)
@@ -324,10 +311,10 @@ def _take(layer: EncoderLayer, lack: Tensor, dtype: torch.dtype) -> tuple[_Layer
     )
     out, down = attention.out.bias.detach().float(), mlp.down.bias.detach().float()
     if layer.pre_norm:
-        first, second = _norm(layer.attention_norm, lack), _norm(layer.mlp_norm, lack + out)
+        first, second = LackingNorm.of(layer.attention_norm, lack), LackingNorm.of(layer.mlp_norm, lack + out)
         lack = lack + out + down
     else:
-        first, second = _norm(layer.attention_norm, out), _norm(layer.mlp_norm, down)
+        first, second = LackingNorm.of(layer.attention_norm, out), LackingNorm.of(layer.mlp_norm, down)
     adapter = None
     if layer.adapter is not None:
         adapter = _adapter(layer.adapter, lack, dtype)
@@ -345,7 +332,7 @@ def _take(layer: EncoderLayer, lack: Tensor, dtype: torch.dtype) -> tuple[_Layer
 
 
 def _adapter(adapter: LanguageAdapter, lack: Tensor, dtype: torch.dtype) -> _Adapter:
-    return _Adapter(_norm(adapter.norm, lack), _linear(adapter.down, dtype), _linear(adapter.up, dtype))
+    return _Adapter(LackingNorm.of(adapter.norm, lack), _linear(adapter.down, dtype), _linear(adapter.up, dtype))
 
 
 def _linear_gelu(x: Tensor, layer: _Linear) -> Tensor:
@@ -357,10 +344,6 @@ def _linear_gelu(x: Tensor, layer: _Linear) -> Tensor:
 
 def _linear(layer: nn.Linear, dtype: torch.dtype) -> _Linear:
     return _Linear(layer.weight.detach().to(dtype), layer.bias.detach().to(dtype))
-
-
-def _norm(norm: nn.LayerNorm, lack: Tensor) -> _Norm:
-    return _Norm(norm.weight.detach().float(), norm.bias.detach().float(), lack, norm.eps)
 
 
 def _layer_norm(norm: nn.Module | None) -> LayerNorm | None:

@@ -13,31 +13,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from stapes.inference.lacking_norm import LackingNorm
 from stapes.inference.quantized import QuantizedEncoderLayer
 from stapes.kernels.fp8_rows import round_rows
-from stapes.kernels.layer_norm import layer_norm
 from stapes.models.whisper import Attention, AudioEncoder, EncoderLayer
 
 
 @dataclass(frozen=True)
-class _Norm:
-    """A layer norm, and the sum of the biases that the residual stream lacks when it comes."""
-
-    gain: Tensor
-    bias: Tensor
-    lack: Tensor
-    eps: float
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return layer_norm(x, self.lack, self.gain, self.bias, self.eps)
-
-
-@dataclass(frozen=True)
 class _Layer:
-    attention_norm: _Norm
+    attention_norm: LackingNorm
     qkv: tuple[Tensor, Tensor]
     out: Tensor
-    mlp_norm: _Norm
+    mlp_norm: LackingNorm
     up: tuple[Tensor, Tensor]
     down: Tensor
     lack: Tensor
@@ -47,10 +34,10 @@ class _Layer:
         """The same layer, behind layers that left ``lack`` out of the residual stream."""
         between = lack + layer.attention.out.bias.float()
         return cls(
-            _norm(layer.attention_norm, lack),
+            LackingNorm.of(layer.attention_norm, lack),
             merge(layer.attention),
             layer.attention.out.weight,
-            _norm(layer.mlp_norm, between),
+            LackingNorm.of(layer.mlp_norm, between),
             (layer.mlp.up.weight, layer.mlp.up.bias),
             layer.mlp.down.weight,
             between + layer.mlp.down.bias.float(),
@@ -150,7 +137,7 @@ class GpuEncoder(nn.Module):
         else:
             self.blocks += [Fp8Layer.of(layer, fp8) for layer in layers]
             encoder.layers = nn.ModuleList()
-        self.norm = _norm(encoder.norm, lack)
+        self.norm = LackingNorm.of(encoder.norm, lack)
         encoder.conv1, encoder.conv2 = nn.Identity(), nn.Identity()  # type: ignore[assignment]
 
     def forward(self, mel: Tensor) -> Tensor:
@@ -192,10 +179,6 @@ def attend(qkv: Tensor, batch: int, heads: int) -> Tensor:
     """Self-attention without a mask: (batch × frames, 3 × width) → (batch × frames, width)."""
     query, key, value = qkv.view(batch, len(qkv) // batch, 3, heads, -1).permute(2, 0, 3, 1, 4)
     return F.scaled_dot_product_attention(query, key, value).transpose(1, 2).reshape(len(qkv), -1)
-
-
-def _norm(norm: nn.LayerNorm, lack: Tensor) -> _Norm:
-    return _Norm(norm.weight.float(), norm.bias.float(), lack, norm.eps)
 
 
 def _flat(weight: Tensor) -> Tensor:
