@@ -143,7 +143,9 @@ class ScriptedEngine:
         return [
             (
                 slot,
-                replace(result, tokens=list(self._scripts[slot]), avg_logprob=-0.2, no_speech_prob=0.0, looped=False),
+                replace(
+                    result, tokens=list(self._scripts.get(slot, ())), avg_logprob=-0.2, no_speech_prob=0.0, looped=False
+                ),
             )
             for slot, result in self._engine.harvest()
         ]
