@@ -112,12 +112,12 @@ def test_three_seconds_do_not_wait_for_ten_minutes(whisper: Server, fox: bytes, 
         assert whisper.post(fox).status_code == 200
         return time.monotonic() - began
 
-    alone = min(seconds() for _ in range(3))
+    alone = min(seconds() for _ in range(2))
     with httpx.Client(timeout=120) as client:
         answer = client.send(ask(whisper, long, stream="true"), stream=True)
         lines = answer.iter_lines()
         next(lines)
-        beside = sorted(seconds() for _ in range(4))
+        beside = sorted(seconds() for _ in range(3))
         began = time.monotonic()
         assert httpx.get(f"{whisper.url}/livez").status_code == 200
         assert time.monotonic() - began < 0.5  # vLLM PR #44612: /health took 25 s beside decoding
@@ -127,39 +127,46 @@ def test_three_seconds_do_not_wait_for_ten_minutes(whisper: Server, fox: bytes, 
     assert beside[1] < 3 * alone + 1
 
 
-def test_a_killed_engine_comes_back_and_requests_are_run_again(whisper: Server, fox: bytes) -> None:
-    """sglang-omni #1470: a dead scheduler left nothing but refused connections."""
+def test_many_at_once_share_batches(whisper: Server, fox: bytes) -> None:
+    """FunASR #3528 (one lock for all), sglang-omni #1470 (eight at once ended it), faster-whisper #1055."""
+    want = whisper.post(fox).json()["text"]
+    before = [whisper.metric(f"stapes_batch_decoded_{each}") for each in ("sum", "count")]
+    calls = [Background(whisper, fox) for _ in range(8)]
+    assert {call.done().json()["text"] for call in calls} == {want}
+    rows, steps = (
+        whisper.metric(f"stapes_batch_decoded_{each}") - old for each, old in zip(("sum", "count"), before, strict=True)
+    )
+    assert rows / steps > 2
+
+
+def test_a_killed_engine_comes_back_and_requests_are_run_again(whisper: Server, fox: bytes, long: bytes) -> None:
+    """sglang-omni #1470: a dead scheduler left nothing but refused connections.
+
+    What was said in a stream cannot be unsaid: it ends with an error, never as if it were whole.
+    """
     want = whisper.post(fox).json()["text"]
     (clip,) = read_audio(fox)
-    minute = wav(pcm16(np.tile(clip, 20)))
-    calls = [Background(whisper, minute, **ONCE) for _ in range(3)]
-    until(lambda: whisper.metric("stapes_engine_windows_in_slots") > 0, 20)
-    pid = whisper.engine_pid()
-    killed = time.monotonic()
-    os.kill(pid, signal.SIGKILL)
-    until(lambda: httpx.get(f"{whisper.url}/readyz").status_code == 503, 5)
+    with httpx.Client(timeout=60) as client:
+        stream = client.send(ask(whisper, long, stream="true"), stream=True)
+        lines = stream.iter_lines()
+        next(lines)
+        calls = [Background(whisper, wav(pcm16(np.tile(clip, 10))), **ONCE) for _ in range(2)]
+        until(lambda: whisper.metric("stapes_requests_at_work") == 3, 20)
+        pid, killed = whisper.engine_pid(), time.monotonic()
+        os.kill(pid, signal.SIGKILL)
+        rest = [line for line in lines if line]
+    assert '"error"' in rest[-1]
+    assert not any("transcript.text.done" in line for line in rest)
+    assert httpx.get(f"{whisper.url}/readyz").status_code == 503
     until(lambda: httpx.get(f"{whisper.url}/readyz").status_code == 200, 10)
     assert time.monotonic() - killed < 10
     assert whisper.engine_pid() != pid
     for call in calls:
         answer = call.done()
         assert answer.status_code == 200, answer.text
-        assert answer.json()["text"].lower().count("fox") >= 15
+        assert answer.json()["text"].lower().count("fox") >= 8
     assert whisper.post(fox).json()["text"] == want
-    assert sum(bool(event.get("begun_again")) for event in whisper.requests()) >= 3
-
-
-def test_an_engine_lost_in_the_middle_of_a_stream_is_said(whisper: Server, long: bytes) -> None:
-    """What was said cannot be unsaid: the stream ends with an error, never as if it were whole."""
-    with httpx.Client(timeout=60) as client:
-        answer = client.send(ask(whisper, long, stream="true"), stream=True)
-        lines = answer.iter_lines()
-        next(lines)
-        os.kill(whisper.engine_pid(), signal.SIGKILL)
-        rest = [line for line in lines if line]
-    assert '"error"' in rest[-1]
-    assert not any("transcript.text.done" in line for line in rest)
-    whisper.ready()
+    assert sum(bool(event.get("begun_again")) for event in whisper.requests()) == 2
 
 
 @pytest.fixture(scope="module")

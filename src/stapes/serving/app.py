@@ -54,7 +54,7 @@ from stapes.serving.logs import Log
 from stapes.serving.metrics import Metrics
 from stapes.serving.served import Served
 from stapes.serving.services import Services
-from stapes.serving.settings import ServerSettings
+from stapes.serving.settings import USUAL_BATCH, ServerSettings
 from stapes.serving.uploads import Spool
 
 
@@ -129,7 +129,7 @@ def _services(settings: ServerSettings, log: Log) -> Services:
         keys=keys,
         origins=Origins(network.allow_origin),
         served=names,
-        limits=Limits(limits, models.max_batch * len(engines)),
+        limits=Limits(limits, (models.max_batch or USUAL_BATCH) * len(engines)),
         engines=Engines(engines),
         decoders=Decoders(limits.decoders, limits.max_audio_seconds, limits.decode_seconds, log),
         spool=Spool(limits.spool_dir),

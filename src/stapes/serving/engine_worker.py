@@ -25,9 +25,11 @@ from typing import Any
 import numpy as np
 
 import stapes
+from stapes.devices.backend import resolve
 from stapes.errors import StapesError, UsageError
 from stapes.options import TranscribeOptions
 from stapes.recognizer import Recognizer
+from stapes.serving.settings import USUAL_BATCH
 from stapes.serving.watched import Gate, Meter, WatchedFamily
 from stapes.serving.wire import Message, Wire
 
@@ -162,7 +164,7 @@ class Models:
             max_vram=settings["max_vram"],
             threads=settings["threads"],
             model_dir=settings["model_dir"],
-            batch_size=settings["max_batch"],
+            batch_size=settings["max_batch"] or (None if resolve(settings["device"]).backend == "cpu" else USUAL_BATCH),
             offline=True,  # a request never downloads
         )
         return Recognizer(WatchedFamily(loaded.family, self._meter), loaded.device)  # type: ignore[arg-type]
@@ -184,7 +186,7 @@ class Worker:
         self._wire, self._settings = wire, settings
         self._meter = Meter()
         self._models = Models(settings, self._meter)
-        self._gate = Gate(settings["max_batch"], settings["max_wait_ms"] / 1000)
+        self._gate = Gate(settings["max_batch"] or USUAL_BATCH, settings["max_wait_ms"] / 1000)
         self._calls: dict[int, WorkerCall] = {}
 
     def run(self) -> None:

@@ -50,7 +50,7 @@ class EngineSettings:
     max_vram: str | None
     threads: int | None
     model_dir: str | None
-    max_batch: int
+    max_batch: int | None
     max_wait_ms: float
     idle_timeout: float
     preload: tuple[str, ...]

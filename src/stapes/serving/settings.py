@@ -12,6 +12,9 @@ from typing import Any
 from stapes.errors import UsageError
 from stapes.options import Precision
 
+USUAL_BATCH = 16
+"""Windows decoded together on a GPU where nothing else is said."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NetworkSettings:
@@ -83,15 +86,17 @@ class ModelSettings:
     model_dir: str | None = None
     """Folder where models are looked for."""
 
-    max_batch: int = 16
-    """Windows of up to 30 s, of any requests, that are decoded together."""
+    max_batch: int | None = None
+    """Windows of up to 30 s, of any requests, that are decoded together. Default: 16 on a GPU; on a CPU 3, because a
+    short recording has to wait for what is done with a whole batch."""
 
     max_wait_ms: float = 50.0
     """Milliseconds that a request may wait for others to be begun with, while requests of its class are at work. An
     idle device never waits."""
 
     def __post_init__(self) -> None:
-        _between("max_batch", self.max_batch, 1, 4096)
+        if self.max_batch is not None:
+            _between("max_batch", self.max_batch, 1, 4096)
         _between("max_wait_ms", self.max_wait_ms, 0, 10_000)
         _between("idle_timeout", self.idle_timeout, 0, 1e9)
         if self.threads is not None:
