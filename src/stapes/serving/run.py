@@ -79,6 +79,7 @@ def patient(seconds: float) -> type[H11Protocol]:
 
     class Patient(H11Protocol):
         _timer: asyncio.TimerHandle | None = None
+        _is_upgraded = False
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
@@ -86,12 +87,13 @@ def patient(seconds: float) -> type[H11Protocol]:
 
         def data_received(self, data: bytes) -> None:
             super().data_received(data)
-            if not self._is_waiting():
+            if self._is_upgraded or not self._is_waiting():
                 self._stop_timer()
             elif self._timer is None and self.timeout_keep_alive_task is None:
                 self._timer = self.loop.call_later(seconds, self._give_up)
 
         def handle_websocket_upgrade(self, event: Any) -> None:
+            self._is_upgraded = True
             self._stop_timer()
             super().handle_websocket_upgrade(event)
 
