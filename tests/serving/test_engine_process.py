@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
@@ -25,11 +25,14 @@ def fox() -> bytes:
     return next(clip for clip in clips("en") if clip.stem == "quick_brown_fox").read_bytes()
 
 
+Minutes = Callable[[int], bytes]
+
+
 @pytest.fixture(scope="module")
-def long(fox: bytes) -> bytes:
-    """Ten minutes of speech."""
+def minutes(fox: bytes) -> Minutes:
+    """So many minutes of speech."""
     (one,) = read_audio(fox)
-    return wav(pcm16(np.tile(one, int(600 / (len(one) / 16_000)))))
+    return lambda count: wav(pcm16(np.tile(one, count * 60 * 16_000 // len(one))))
 
 
 class Background:
@@ -77,18 +80,18 @@ def ask(server: Server, audio: bytes, **fields: str) -> httpx.Request:
     )
 
 
-def test_a_client_that_leaves_cancels_its_work(whisper: Server, long: bytes) -> None:
+def test_a_client_that_leaves_cancels_its_work(whisper: Server, minutes: Minutes) -> None:
     """speaches #129, sglang-omni #2111: work went on after the client had left; whisper_streaming #106: or died."""
     until(lambda: at_work(whisper) == 0, 10)
     with httpx.Client(timeout=60) as client:
-        answer = client.send(ask(whisper, long, stream="true"), stream=True)
+        answer = client.send(ask(whisper, minutes(3), stream="true"), stream=True)
         assert next(answer.iter_lines()).startswith("data:")  # text comes long before the end
         answer.close()
     is_rid_of_all(whisper)
 
     async def leave() -> None:
         async with httpx.AsyncClient(timeout=60) as client:
-            call = asyncio.create_task(client.send(ask(whisper, long)))
+            call = asyncio.create_task(client.send(ask(whisper, minutes(3))))
             while not whisper.metric("stapes_engine_windows_in_slots"):
                 await asyncio.sleep(0.05)
             call.cancel()
@@ -104,7 +107,7 @@ def is_rid_of_all(server: Server) -> None:
     until(lambda: server.metric("stapes_engine_windows_in_slots") == 0, 10)
 
 
-def test_three_seconds_do_not_wait_for_ten_minutes(whisper: Server, fox: bytes, long: bytes) -> None:
+def test_three_seconds_do_not_wait_for_ten_minutes(whisper: Server, fox: bytes, minutes: Minutes) -> None:
     """whisper.cpp #1803: a 3 s clip waited two minutes behind a file of ten."""
 
     def seconds() -> float:
@@ -114,7 +117,7 @@ def test_three_seconds_do_not_wait_for_ten_minutes(whisper: Server, fox: bytes, 
 
     alone = min(seconds() for _ in range(2))
     with httpx.Client(timeout=120) as client:
-        answer = client.send(ask(whisper, long, stream="true"), stream=True)
+        answer = client.send(ask(whisper, minutes(10), stream="true"), stream=True)
         lines = answer.iter_lines()
         next(lines)
         beside = sorted(seconds() for _ in range(3))
@@ -139,7 +142,7 @@ def test_many_at_once_share_batches(whisper: Server, fox: bytes) -> None:
     assert rows / steps > 2
 
 
-def test_a_killed_engine_comes_back_and_requests_are_run_again(whisper: Server, fox: bytes, long: bytes) -> None:
+def test_a_killed_engine_comes_back_and_requests_are_run_again(whisper: Server, fox: bytes, minutes: Minutes) -> None:
     """sglang-omni #1470: a dead scheduler left nothing but refused connections.
 
     What was said in a stream cannot be unsaid: it ends with an error, never as if it were whole.
@@ -147,7 +150,7 @@ def test_a_killed_engine_comes_back_and_requests_are_run_again(whisper: Server, 
     want = whisper.post(fox).json()["text"]
     (clip,) = read_audio(fox)
     with httpx.Client(timeout=60) as client:
-        stream = client.send(ask(whisper, long, stream="true"), stream=True)
+        stream = client.send(ask(whisper, minutes(3), stream="true"), stream=True)
         lines = stream.iter_lines()
         next(lines)
         calls = [Background(whisper, wav(pcm16(np.tile(clip, 10))), **ONCE) for _ in range(2)]

@@ -38,7 +38,7 @@ def said(text: str) -> str:
     return " ".join("".join(c for c in text.lower() if c.isalpha() or c.isspace()).split())
 
 
-@pytest.mark.parametrize("model", ["whisper-1", "gpt-4o-transcribe", "gpt-transcribe", "tiny.en"])
+@pytest.mark.parametrize("model", ["whisper-1", "tiny.en"])
 def test_json_by_any_of_openais_model_names(whisper: Server, fox: Path, model: str) -> None:
     answer = whisper.sdk().audio.transcriptions.create(model=model, file=fox)
     assert FOX in said(answer.text)
@@ -82,7 +82,7 @@ def test_verbose_json_without_granularities_has_segments(whisper: Server, fox: P
     assert said("".join(each.text for each in answer.segments)) == said(answer.text)
 
 
-@pytest.mark.parametrize("granularities", [["word"], ["segment"], ["word", "segment"]])
+@pytest.mark.parametrize("granularities", [["word"], ["word", "segment"]])
 def test_granularities(whisper: Server, fox: Path, granularities: list[Any]) -> None:
     """speaches #29: the SDK says timestamp_granularities[] with brackets."""
     answer = whisper.sdk().audio.transcriptions.create(

@@ -10,7 +10,7 @@ from cyclopts import App, Group, Parameter
 from cyclopts.config import Env, Toml
 
 from stapes.cli.terminal import Terminal
-from stapes.errors import ModelError
+from stapes.errors import ModelError, UsageError
 from stapes.serving.settings import LimitSettings, ModelSettings, NetworkSettings, ServerSettings
 
 if TYPE_CHECKING:
@@ -62,16 +62,17 @@ def serve(
     new_key:
         Print a new key and the line that the file of keys has to hold for it, and end.
     """
+    try:
+        from stapes.serving import access
+        from stapes.serving.run import run
+    except ModuleNotFoundError as error:
+        raise UsageError(f"serving needs {error.name}: pip install 'stapes[serve]'") from error
+
     terminal = Terminal()
     if new_key:
-        from stapes.serving.access import digest
-        from stapes.serving.access import new_key as make_key
-
-        key = make_key()
-        terminal.out(f"key, for the client:        {key}\nline, for --api-key-file:   sha256:{digest(key)}\n")
+        key = access.new_key()
+        terminal.out(f"key, for the client:        {key}\nline, for --api-key-file:   sha256:{access.digest(key)}\n")
         return 0
-    from stapes.serving.run import run
-
     if not models.model:
         models = replace(models, model=(_default_model(models),))
     _check_models(models.model, models.model_dir)
