@@ -1,9 +1,12 @@
-"""Which words of successive hypotheses are sure: those that two in a row agree on.
+"""Which words of successive hypotheses are sure: those that all of them agree on while a second of sound came.
 
 LocalAgreement-2 (Liu et al. 2020, https://arxiv.org/abs/2005.11185; Macháček et al. 2023,
-https://arxiv.org/abs/2307.14743). A word that was committed never changes. A later hypothesis may all the same spell
-it differently, or leave it out: it is then laid beside the committed words with the fewest edits, and only what comes
-after them counts.
+https://arxiv.org/abs/2307.14743) asks that two in a row agree. Where they come several times a second, two in a row say
+the same wrong word too often: on LibriSpeech with tiny.en, a hypothesis every 0.4 s, 2.8 % of the words committed so
+were not those of the final hypothesis, and 0.7 % of those that stood for a second.
+
+A word that was committed never changes. A later hypothesis may all the same spell it differently, or leave it out: it
+is then laid beside the committed words with the fewest edits, and only what comes after them counts.
 """
 
 from __future__ import annotations
@@ -31,28 +34,33 @@ def spoken(word: str) -> str:
 class Agreement:
     """The words of one stretch of speech, as successive hypotheses of all of it come in.
 
-    hold: the last words of a hypothesis are not committed, so many of them: what follows may still change them.
+    hold: the last words of a hypothesis are not committed, so many of them: what follows may still change them. span:
+    seconds of sound that words have to stand for; two hypotheses have to agree in any case.
     """
 
-    def __init__(self, hold: int = 1) -> None:
+    def __init__(self, hold: int = 1, span: float = 1.0) -> None:
         self.committed: list[Word] = []
         self.provisional: list[Word] = []
         """What the last hypothesis says after the committed words."""
-        self._hold = hold
+        self._hold, self._span = hold, span
         self._committed_keys: list[str] = []
-        self._keys: list[str] = []  # of the provisional words
+        self._past: list[tuple[float, list[str]]] = []  # ends of hypotheses, and what they say after committed words
 
-    def hear(self, words: Sequence[Word]) -> list[Word]:
-        """Take the next hypothesis; the words that are committed by it."""
+    def hear(self, words: Sequence[Word], end: float) -> list[Word]:
+        """Take the next hypothesis, of sound that ends at ``end`` (seconds); the words that are committed by it."""
         words = _whole(words)
         keys = [spoken(word.word) for word in words]
         place = self._place(keys)
         words, keys = words[place:], keys[place:]
-        agreed = 0
-        while agreed < min(len(keys), len(self._keys)) and keys[agreed] == self._keys[agreed]:
-            agreed += 1
-        count = max(0, min(agreed, len(keys) - self._hold))
-        self.provisional, self._keys = words[count:], keys[count:]
+        # The hypotheses of the last ``span``, and the one before them, which all have to agree.
+        old = next((i for i in range(len(self._past) - 1, -1, -1) if self._past[i][0] <= end - self._span), None)
+        count = 0
+        if old is not None:
+            self._past = self._past[old:]
+            agreed = min(_common(keys, others) for _, others in self._past)
+            count = max(0, min(agreed, len(keys) - self._hold))
+        self._past = [(at, others[count:]) for at, others in self._past] + [(end, keys[count:])]
+        self.provisional = words[count:]
         return self._commit(words[:count])
 
     def settle(self, words: Sequence[Word]) -> list[Word]:
@@ -64,7 +72,7 @@ class Agreement:
         keys = [spoken(word.word) for word in words]
         place = self._place(keys)
         self._take_times(words[:place], keys[:place])
-        self.provisional, self._keys = [], []
+        self.provisional, self._past = [], []
         return self._commit(words[place:])
 
     @property
@@ -118,6 +126,11 @@ class Agreement:
             return costs[j], not (j and keys[j - 1] == done[-1]), abs(j - len(done))
 
         return min(range(len(keys) + 1), key=rank)
+
+
+def _common(one: Sequence[str], other: Sequence[str]) -> int:
+    """How many words both begin with."""
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
 def _whole(words: Sequence[Word]) -> list[Word]:

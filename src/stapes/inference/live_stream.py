@@ -1,7 +1,7 @@
 """One live session as a state machine: sound goes in, windows come out, what was heard comes back, events are told.
 
 There are no threads here; whoever drives it locks it. Speech is heard in *parts*: a turn is one part unless it is
-long. While a part goes on, ever longer windows of it are heard, and words that two in a row agree on are committed.
+long. While a part goes on, ever longer windows of it are heard, and words that they agree on are committed.
 Once it seems to be over (`_EARLY_SILENCE`), it is heard as for good; if it is over indeed, that is its end. So a
 session holds one part of sound at most, and those that wait for their end.
 """
@@ -304,7 +304,7 @@ class LiveStream:
                 part.final_heard, part.result = speech_end, heard
             if part is self._part and heard.is_sound and end > part.heard:
                 part.heard = end
-                self._agree(part, heard.words)
+                self._agree(part, heard.words, end)
         self._settle()
 
     def _fail(self, part: _Part, error: Exception) -> None:
@@ -314,8 +314,8 @@ class LiveStream:
             self._parts.remove(part)
             self._tell(Failed(part.turn, f"this speech could not be transcribed: {error}", part.ends_turn))
 
-    def _agree(self, part: _Part, words: list[Word]) -> None:
-        committed = part.agreement.hear(words)
+    def _agree(self, part: _Part, words: list[Word], end: int) -> None:
+        committed = part.agreement.hear(words, end / SAMPLE_RATE)
         if committed:
             self._tell(Committed(part.turn, committed))
         if committed or [word.word for word in part.agreement.provisional] != [w.word for w in part.shown or ()]:
@@ -352,7 +352,10 @@ class LiveStream:
                 words=list(words),
             )
             self._finals += 1
-            self._before = f"{self._before}{text}"[-_REMEMBERED_CHARACTERS:] if heard.is_sound else ""
+            # What the model itself would have written: words that were committed early may lack their punctuation, and
+            # a model that is told such a text goes on like it.
+            own = "".join(word.word for word in heard.words) or text
+            self._before = f"{self._before}{own}"[-_REMEMBERED_CHARACTERS:] if heard.is_sound else ""
             self._before_end = part.end or 0
         if words or part.ends_turn:
             self._tell(Final(part.turn, text, segment, part.ends_turn, self.voice.language))
