@@ -27,12 +27,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def half(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int, dict]:
     """The model in half precision for MIGraphX, whose tool is not here; the exit code, and what was printed."""
-    out = tmp_path_factory.mktemp("half") / "out"
-    patch, printed = pytest.MonkeyPatch(), []
-    patch.setenv("PATH", str(model))
-    patch.setattr("stapes.cli.terminal.Terminal.out", lambda _, text: printed.append(text))
-    code = main(["export", str(model), "--to", "migraphx", "--architecture", "gfx942", "-o", str(out), "--json"])
-    patch.undo()
+    out, printed = tmp_path_factory.mktemp("half") / "out", []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PATH", str(model))
+        patch.setattr("stapes.cli.terminal.Terminal.out", lambda _, text: printed.append(text))
+        code = main(["export", str(model), "--to", "migraphx", "--architecture", "gfx942", "-o", str(out), "--json"])
     return out, code, json.loads(printed[0])
 
 

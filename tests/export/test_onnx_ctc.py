@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,11 @@ import torch
 from ctc_models import LETTERS, babble, load, save
 from stapes.checkpoints import catalog
 from stapes.checkpoints.spectrogram_models import save_spectrogram_model
+from stapes.checkpoints.wav2vec2 import load_wav2vec2, open_wav2vec2, save_wav2vec2
 from stapes.errors import ModelError, UsageError
 from stapes.export import ctc as export_ctc
 from stapes.export.onnx import export_onnx
+from stapes.export.weights import WeightsFile
 from stapes.models.conformer import ConformerConfig
 from stapes.models.ctc_head import CTC, CTCConfig
 from stapes.text.ctc_tokenizer import CTCTokenizer
@@ -61,18 +64,25 @@ def test_padding_changes_no_row(ctc: tuple[Path, Path]) -> None:
     assert torch.allclose(logits[1, : counts[1]], alone[0], atol=1e-5)
 
 
-def test_a_graph_that_differs_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save(tmp_path / "model", layers=1)
-    expect = export_ctc.expect
+def test_a_graph_that_differs_is_not_written(
+    ctc: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def another(network: Any, dtype: torch.dtype, inputs: Any, weights: WeightsFile) -> dict[str, str]:
+        for file in ctc[1].iterdir():
+            shutil.copyfile(file, weights.folder / file.name)
+        return {"ctc": "ctc.onnx"}
 
-    def otherwise(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        logits, counts = expect(*args)
-        return logits + 0.1, counts
-
-    monkeypatch.setattr(export_ctc, "expect", otherwise)
+    monkeypatch.setattr(export_ctc, "write_ctc", another)
+    save(tmp_path / "model", "group")
+    export_onnx("model", catalog.Location(tmp_path / "model"), tmp_path / "same")
+    checkpoint = open_wav2vec2(tmp_path / "model")
+    network = load_wav2vec2(checkpoint, torch.float32, torch.device("cpu"))
+    assert network.head is not None
+    network.head.weight[5] += 1.0  # one letter
+    save_wav2vec2(checkpoint, tmp_path / "model", network)
     with pytest.raises(ModelError, match="differs from PyTorch"):
-        export_onnx("model", catalog.Location(tmp_path / "model"), tmp_path / "out")
-    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+        export_onnx("model", catalog.Location(tmp_path / "model"), tmp_path / "other")
+    assert {path.name for path in tmp_path.iterdir()} == {"model", "same"}
 
 
 def test_what_is_exported_already_is_not_exported_again(ctc: tuple[Path, Path], tmp_path: Path) -> None:
@@ -82,19 +92,14 @@ def test_what_is_exported_already_is_not_exported_again(ctc: tuple[Path, Path], 
         export_onnx("model", catalog.Location(ctc[0]), tmp_path / "out", precision="int8")
 
 
-ENCODERS = {
-    "conformer": ConformerConfig(width=32, layers=2, heads=2, mlp_width=48, subsampling_channels=16),
-    "recording by recording": ConformerConfig(
-        width=32, layers=1, heads=0, mlp_width=48, subsampling_channels=16, normalize_recordings=True
-    ),
-}
-
-
-@pytest.mark.parametrize("kind", list(ENCODERS))
-def test_models_over_spectrograms(tmp_path: Path, kind: str) -> None:
-    config = CTCConfig(ENCODERS[kind], vocab_size=len(LETTERS))
+def test_models_over_spectrograms(tmp_path: Path) -> None:
+    encoder = ConformerConfig(
+        width=32, layers=1, heads=2, mlp_width=48, subsampling_channels=16, normalize_recordings=True
+    )
+    config = CTCConfig(encoder, vocab_size=len(LETTERS))
     torch.manual_seed(0)
     network = CTC(config).eval()
+    network.head.weight.data.normal_()
     network.head.bias.data[1:4] -= 100.0  # markers
     save_spectrogram_model(tmp_path / "model", config, network.state_dict(), CTCTokenizer(LETTERS))
     report = export_onnx("model", catalog.Location(tmp_path / "model"), tmp_path / "onnx")
@@ -105,4 +110,4 @@ def test_models_over_spectrograms(tmp_path: Path, kind: str) -> None:
         clip = babble(seconds, 1)
         texts = [each.transcribe(clip, sample_rate=SECOND, vad=False).text for each in (ours, theirs)]
         assert texts[0] == texts[1]
-    assert len(texts[0]) > 20
+    assert len(texts[0]) > 4

@@ -133,6 +133,8 @@ def test_a_whisper_in_eight_bits_transcribes(exported: Path, tmp_path: Path) -> 
     assert report.bytes - 2_200_000 < 0.35 * report.source_bytes  # but for the tokenizer
     graph = onnx.load(str(tmp_path / "int8" / "step.onnx"), load_external_data=False)
     assert matrices(graph).keys() <= set(folder.kept)
+    tuned = onnx.load(str(tmp_path / "int8" / "step.cpu.onnx"), load_external_data=False)
+    assert {node.op_type for node in tuned.graph.node}.isdisjoint({"MatMulInteger", "Erf"})
     recognizer = load(tmp_path / "int8", device="cpu", precision="int8")
     assert recognizer.transcribe(babble(2.0), sample_rate=SECOND, language="en", vad=False).text
     original = load(exported, device="cpu")

@@ -29,9 +29,9 @@ class OnnxFolder:
     """An exported model.
 
     kind: ``model_type`` of its ``config.json``. dtype: of its weights, "float32" or "float16". scheme: how it was
-    quantised, None where it was not. graphs: what each does → its file. alignment_heads: (decoder layer, head) pairs
-    whose scores the graph "align" gives. checked: graph → how far its numbers were from PyTorch's, as `error` and
-    `tolerance`.
+    quantised, None where it was not. graphs: what each does → its file; those for the
+    CPU end in ``@cpu``. alignment_heads: (decoder layer, head) pairs whose scores the graph "align" gives. checked:
+    graph → how far its numbers were from PyTorch's, as `error` and `tolerance`.
     """
 
     kind: str
@@ -44,6 +44,10 @@ class OnnxFolder:
     checked: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     kept: tuple[str, ...] = ()
     """Layers that quantising left as they were."""
+
+    def file(self, graph: str, *, on_cpu: bool) -> str:
+        """The file of a graph: the CPU has its own form of most."""
+        return self.graphs.get(f"{graph}@cpu" if on_cpu else graph, self.graphs[graph])
 
     def write(self, folder: Path) -> None:
         """Write the manifest."""

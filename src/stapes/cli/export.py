@@ -92,7 +92,7 @@ def export(
     from stapes.checkpoints.onnx_folder import read_onnx_folder
     from stapes.export import engines
 
-    graphs = read_onnx_folder(output_dir).graphs
+    graphs = {name: file for name, file in read_onnx_folder(output_dir).graphs.items() if "@" not in name}
     sizes = {**engines.SIZES, "windows": windows, "batch": windows}
     made = engines.commands(output_dir, graphs, to, half=chosen == "fp16", architecture=architecture, sizes=sizes)
     results, missing = engines.build_engines(output_dir, to, made, terminal.note)

@@ -53,7 +53,7 @@ def record(recognizer: Recognizer, clips: Iterable[np.ndarray]) -> dict[str, lis
     engine: Any = recognizer.engine
     kept: dict[str, list[Feeds]] = {}
     if isinstance(engine.model, OnnxWhisper):
-        sessions = {graph: engine.model.session(graph) for graph in engine.model.folder.graphs}
+        sessions = {graph: engine.model.session(graph) for graph in engine.model.folder.graphs if "@" not in graph}
     else:
         sessions = {"ctc": engine.model.session}
     for graph, session in sessions.items():

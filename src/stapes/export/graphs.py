@@ -17,6 +17,7 @@ from onnx import ModelProto, TensorProto, helper
 from torch import Tensor, nn
 
 from stapes.errors import ModelError
+from stapes.export.cpu import SUFFIX, cpu_file, tune_for_cpu
 from stapes.export.weights import WeightsFile
 
 OPSET = 18
@@ -39,6 +40,8 @@ class Graph:
     dynamic: tuple[Any, ...]
     inputs: Sequence[str]
     outputs: Sequence[str]
+    heads: int | None = None
+    """Of its attention, where that is to be one operator on the CPU."""
 
     @property
     def file(self) -> str:
@@ -46,8 +49,11 @@ class Graph:
         return f"{self.name}.onnx"
 
 
-def write_graph(graph: Graph, weights: WeightsFile) -> None:
-    """Export a graph into the folder of ``weights``. Raises ModelError where PyTorch cannot express it."""
+def write_graph(graph: Graph, weights: WeightsFile) -> dict[str, str]:
+    """Export a graph into the folder of ``weights``, plain and for the CPU; name → file.
+
+    Raises ModelError where PyTorch cannot express it.
+    """
     with tempfile.TemporaryDirectory(dir=weights.folder) as place, _quiet():
         path = Path(place) / graph.file
         try:
@@ -69,7 +75,12 @@ def write_graph(graph: Graph, weights: WeightsFile) -> None:
         model = onnx.load(str(path), load_external_data=False)
         softmax_in_float32(model)
         del model.graph.value_info[:]  # shapes in between, in the words of the exporter
+        tuned = ModelProto()
+        tuned.CopyFrom(model)
+        tune_for_cpu(tuned, graph.heads)
         weights.write(model, graph.file, Path(place))
+        weights.write(tuned, cpu_file(graph.file), Path(place))
+    return {graph.name: graph.file, graph.name + SUFFIX: cpu_file(graph.file)}
 
 
 @contextmanager

@@ -141,6 +141,7 @@ def _write(
     note: Callable[[str], None],
 ) -> tuple[OnnxFolder, dict[str, float]]:
     from stapes.export.calibration import Calibration, made_up_sound, record, speech
+    from stapes.export.cpu import SUFFIX, fuse_int8
     from stapes.export.int8 import FULL, REDUCED, Rewriter, matrices
     from stapes.export.weights import WeightsFile, read_graphs
 
@@ -148,7 +149,8 @@ def _write(
         note("no recordings are given with --calibrate or --manifest: layers are judged by made-up sound")
     note("listening to what goes through each layer")
     static, largest = settings.scheme == "int8-static", FULL if settings.full_range else REDUCED
-    calibration = Calibration(source, exported.graphs, record(original, speech(rows) if rows else [made_up_sound()]))
+    plain = {graph: file for graph, file in exported.graphs.items() if not graph.endswith(SUFFIX)}
+    calibration = Calibration(source, plain, record(original, speech(rows) if rows else [made_up_sound()]))
     errors = calibration.measure(largest, static=static)
     graphs = read_graphs(source, exported.graphs)
     weights = {name for graph in graphs.values() for name in matrices(graph)}
@@ -161,9 +163,11 @@ def _write(
         for graph, model in graphs.items():
             rewriter = Rewriter(model, source, kept, largest)
             if static:
-                rewriter.static(calibration.ranges.get(graph, {}))
+                rewriter.static(calibration.ranges.get(graph.removesuffix(SUFFIX), {}))
             else:
                 rewriter.dynamic()
+            if graph.endswith(SUFFIX):
+                fuse_int8(model)
             file.write(model, exported.graphs[graph], source)
     made = replace(exported, scheme=settings.scheme, kept=tuple(sorted(kept)))
     made.write(folder)

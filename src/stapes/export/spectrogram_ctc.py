@@ -63,8 +63,7 @@ def write_spectrogram_ctc(
         ["mel", "lengths"],
         ["logits", "counts"],
     )
-    write_graph(graph, weights)
-    return {"ctc": graph.file}
+    return write_graph(graph, weights)
 
 
 @torch.inference_mode()
@@ -72,10 +71,10 @@ def measure_errors(
     path: Path, folder: OnnxFolder, inputs: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]
 ) -> dict[str, float]:
     """How far the graph in ``path`` is from ``expected`` where frames are real, run by ONNX Runtime on the CPU."""
-    found = Session(path / folder.graphs["ctc"], resolve("cpu"), CPU)(
-        dict(zip(("mel", "lengths"), inputs, strict=True))
-    )
     wanted, counts = expected
-    if found["counts"].tolist() != counts.tolist():
-        return {"ctc": float("inf")}
-    return {"ctc": worst_row(found["logits"], wanted, counts)}
+    errors = []
+    for file in folder.graphs.values():
+        found = Session(path / file, resolve("cpu"), CPU)(dict(zip(("mel", "lengths"), inputs, strict=True)))
+        same = found["counts"].tolist() == counts.tolist()
+        errors.append(worst_row(found["logits"], wanted, counts) if same else float("inf"))
+    return {"ctc": max(errors)}

@@ -74,9 +74,7 @@ def write_whisper(
     model = model.to(dtype)
     for name, graph in _graphs(model, heads, end):
         note(f"exporting {name}")
-        made = graph()
-        write_graph(made, weights)
-        files[name] = made.file
+        files |= write_graph(graph(), weights)
     return files
 
 
@@ -102,7 +100,7 @@ def _graphs(model: Whisper, heads: Mapping[int, Sequence[int]], end: int) -> lis
 
     def encoder() -> Graph:
         mel = torch.zeros(3, config.mel_bins, 2 * context)
-        return Graph("encoder", EncoderGraph(model), (mel,), ({0: windows},), ["mel"], ["states"])
+        return Graph("encoder", EncoderGraph(model), (mel,), ({0: windows},), ["mel"], ["states"], config.encoder_heads)
 
     def first() -> Graph:
         states = torch.zeros(3, context, config.width, dtype=dtype)
@@ -178,6 +176,6 @@ def measure_errors(model: OnnxWhisper, expected: Expected) -> dict[str, float]:
     return errors
 
 
-def open_graphs(path: Path, folder: OnnxFolder, model: Whisper) -> OnnxWhisper:
-    """The graphs of a folder on the CPU."""
-    return OnnxWhisper(path, folder, model.config, resolve("cpu"), CPU)
+def open_graphs(path: Path, folder: OnnxFolder, model: Whisper, *, tuned: bool) -> OnnxWhisper:
+    """The graphs of a folder on the CPU, the plain ones or those for it."""
+    return OnnxWhisper(path, folder, model.config, resolve("cpu"), CPU, tuned=tuned)

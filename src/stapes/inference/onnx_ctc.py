@@ -19,7 +19,7 @@ from stapes.checkpoints.wav2vec2 import describe_wav2vec2
 from stapes.devices.backend import Device
 from stapes.inference.ctc_family import CTCFamily
 from stapes.inference.ctc_model import Network, Wav2Vec2CTC
-from stapes.inference.onnx_session import Session
+from stapes.inference.onnx_session import CPU, Session
 from stapes.inference.spectrogram_ctc import SpectrogramCTC
 from stapes.inference.torch_ctc import TorchCTCEngine, batch_seconds
 from stapes.models.wav2vec2 import GroupNormConvLayer, Statistics, Wav2Vec2, Wav2Vec2Config
@@ -36,7 +36,7 @@ _LEAST_FRAMES = 16
 def open_onnx_ctc(name: str, path: Path, folder: OnnxFolder, device: Device, provider: str, slots: int) -> CTCFamily:
     """Load the CTC model in a folder. Raises ModelError and DeviceError."""
     dtype = getattr(torch, folder.dtype)
-    session = Session(path / folder.graphs["ctc"], device, provider)
+    session = Session(path / folder.file("ctc", on_cpu=provider == CPU), device, provider)
     model: OnnxCTC | OnnxSpectrogramCTC
     with torch.device("meta"):
         if folder.kind in WAV2VEC2:

@@ -23,7 +23,7 @@ from stapes.devices.backend import Device
 from stapes.devices.memory import trim_heap
 from stapes.inference.engine import Alignment, DecodeRequest
 from stapes.inference.lanes import Lane, Slot, zeros
-from stapes.inference.onnx_session import MIGRAPHX, Session
+from stapes.inference.onnx_session import CPU, MIGRAPHX, Session
 from stapes.inference.torch_whisper import TorchWhisperEngine
 from stapes.models.whisper import KeyValue, WhisperConfig
 
@@ -37,8 +37,21 @@ _PROMPTS = (4, 8, 16, 32, 64, 128, 256)
 class OnnxWhisper:
     """The graphs of a Whisper, opened when they are first needed, and what lanes ask of a network."""
 
-    def __init__(self, path: Path, folder: OnnxFolder, config: WhisperConfig, device: Device, provider: str) -> None:
-        """Opens the encoder and the step, so that what cannot run says so at once; see `Session` for what is raised."""
+    def __init__(
+        self,
+        path: Path,
+        folder: OnnxFolder,
+        config: WhisperConfig,
+        device: Device,
+        provider: str,
+        *,
+        tuned: bool = True,
+    ) -> None:
+        """Opens what is always needed, so that what cannot run says so at once; see `Session` for what is raised.
+
+        tuned: take the graphs that are made for the CPU, on the CPU.
+        """
+        self._tuned = tuned and provider == CPU
         self.path, self.folder, self.config = path, folder, config
         self.device, self.provider = device, provider
         self.dtype = getattr(torch, folder.dtype)
@@ -54,7 +67,9 @@ class OnnxWhisper:
     def session(self, graph: str) -> Session:
         """The session of a graph."""
         if graph not in self._sessions:
-            self._sessions[graph] = Session(self.path / self.folder.graphs[graph], self.device, self.provider)
+            self._sessions[graph] = Session(
+                self.path / self.folder.file(graph, on_cpu=self._tuned), self.device, self.provider
+            )
         return self._sessions[graph]
 
     def rows(self, count: int, most: int | None = None) -> int:
