@@ -43,7 +43,7 @@ def test_growing_hypotheses_of_one_text_give_that_text(count, seed, hold):
     """Each hypothesis is a beginning of the text, whose last word may be cut: nothing is lost or said twice."""
     draw = random.Random(seed)
     text = [f" w{draw.randrange(6)}" for _ in range(count)]  # few different words: many are the same
-    agreement, heard, said = Agreement(hold), 0, [(0.0, 0)]
+    agreement, heard, said = Agreement(hold, 1.0), 0, [(0.0, 0)]
     while heard < count:
         heard = min(count, heard + draw.randrange(1, 5))
         end = said[-1][0] + draw.uniform(0.1, 1.2)
@@ -56,14 +56,14 @@ def test_growing_hypotheses_of_one_text_give_that_text(count, seed, hold):
 
 
 def test_two_that_agree_commit_all_but_what_is_held():
-    agreement = Agreement(hold=1)
+    agreement = Agreement(hold=1, span=1.0)
     assert agreement.hear(words([" Nor", " is"]), 1.0) == []
     assert [word.word for word in agreement.hear(words([" Nor", " is", " Mister"]), 2.0)] == [" Nor", " is"]
     assert [word.word for word in agreement.provisional] == [" Mister"]
 
 
 def test_words_have_to_stand_for_a_second_however_often_they_are_heard():
-    agreement = Agreement(hold=0)
+    agreement = Agreement(hold=0, span=1.0)
     heard = [(0.4, " what then"), (0.8, " what then"), (1.2, " what bankrupts"), (1.6, " what bankrupts in")]
     assert [len(agreement.hear(words(text.split()), end)) for end, text in heard] == [0, 0, 0, 1]
     assert len(agreement.hear(words(["what", "bankrupts", "in"]), 2.3)) == 1
@@ -71,12 +71,12 @@ def test_words_have_to_stand_for_a_second_however_often_they_are_heard():
 
 
 def test_a_committed_word_that_is_spelled_otherwise_later_is_not_said_again():
-    agreement = Agreement(hold=0)
+    agreement = Agreement(hold=0, span=1.0)
     agreement.hear(words([" The", " cap", " sat"]), 1.0)
     agreement.hear(words([" The", " cap", " sat", " on"]), 2.0)
     agreement.settle(words([" the", " cat", " sat", " on", " it."]))
     assert agreement.text == " The cap sat on it."
-    agreement = Agreement(hold=0)
+    agreement = Agreement(hold=0, span=1.0)
     agreement.hear(words([" a", " b"]), 1.0)
     agreement.hear(words([" a", " b"]), 2.0)
     agreement.settle(words([" a", " x", " b", " c"]))  # an insertion before a committed word
@@ -84,7 +84,7 @@ def test_a_committed_word_that_is_spelled_otherwise_later_is_not_said_again():
 
 
 def test_exact_times_come_with_the_end():
-    agreement = Agreement(hold=0)
+    agreement = Agreement(hold=0, span=1.0)
     for end in (1.0, 2.0):
         agreement.hear([Word(" one", 0.0, 0.4, 0.5), Word(" two", 0.4, 0.8, 0.5)], end)
     agreement.settle([Word(" One", 0.1, 0.3, 0.9), Word(" two,", 0.5, 0.7, 0.9), Word(" three", 0.7, 1.0, 0.9)])
