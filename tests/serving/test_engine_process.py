@@ -25,13 +25,6 @@ def fox() -> bytes:
     return next(clip for clip in clips("en") if clip.stem == "quick_brown_fox").read_bytes()
 
 
-@pytest.fixture(scope="module")
-def ten_minutes(fox: bytes) -> bytes:
-    """Speech without a pause."""
-    (one,) = read_audio(fox)
-    return wav(pcm16(np.tile(one, 600 * 16_000 // len(one))))
-
-
 Windows = Callable[[int], bytes]
 
 
@@ -102,6 +95,7 @@ def test_a_client_that_leaves_cancels_its_work(whisper: Server, windows: Windows
     is_rid_of_all(whisper)
     left = [event["status"] for event in whisper.requests() if event.get("left")]
     assert left[-2:] == [499, 499]
+    assert not [event for event in whisper.events if "Traceback" in event.get("text", "")]
 
 
 def is_rid_of_all(server: Server) -> None:
@@ -109,11 +103,7 @@ def is_rid_of_all(server: Server) -> None:
     until(lambda: server.metric("stapes_engine_windows_in_slots") == 0, 10)
 
 
-ONCE = {"temperature_increment_on_fallback": "0"}
-"""Text that repeats itself would be tried again and again."""
-
-
-def test_three_seconds_do_not_wait_for_ten_minutes(whisper: Server, fox: bytes, ten_minutes: bytes) -> None:
+def test_three_seconds_do_not_wait_for_ten_minutes(whisper: Server, fox: bytes, windows: Windows) -> None:
     """whisper.cpp #1803: a 3 s clip waited two minutes behind a file of ten."""
 
     def seconds() -> float:
@@ -123,7 +113,7 @@ def test_three_seconds_do_not_wait_for_ten_minutes(whisper: Server, fox: bytes, 
 
     alone = min(seconds() for _ in range(2))
     with httpx.Client(timeout=120) as client:
-        answer = client.send(ask(whisper, ten_minutes, stream="true", **ONCE), stream=True)
+        answer = client.send(ask(whisper, windows(20), vad="false", stream="true"), stream=True)
         lines = answer.iter_lines()
         next(lines)
         beside = sorted(seconds() for _ in range(3))
@@ -139,13 +129,16 @@ def test_three_seconds_do_not_wait_for_ten_minutes(whisper: Server, fox: bytes, 
 def test_many_at_once_share_batches(whisper: Server, fox: bytes) -> None:
     """FunASR #3528 (one lock for all), sglang-omni #1470 (eight at once ended it), faster-whisper #1055."""
     want = whisper.post(fox).json()["text"]
-    before = [whisper.metric(f"stapes_batch_decoded_{each}") for each in ("sum", "count")]
+
+    def counted() -> tuple[float, float]:
+        time.sleep(1)  # engines tell their counts twice a second
+        return whisper.metric("stapes_batch_decoded_sum"), whisper.metric("stapes_batch_decoded_count")
+
+    rows, steps = counted()
     calls = [Background(whisper, fox) for _ in range(8)]
     assert {call.done().json()["text"] for call in calls} == {want}
-    rows, steps = (
-        whisper.metric(f"stapes_batch_decoded_{each}") - old for each, old in zip(("sum", "count"), before, strict=True)
-    )
-    assert rows / steps > 2
+    now_rows, now_steps = counted()
+    assert (now_rows - rows) / (now_steps - steps) > 1.5
 
 
 def test_a_killed_engine_comes_back_and_requests_are_run_again(whisper: Server, fox: bytes, windows: Windows) -> None:

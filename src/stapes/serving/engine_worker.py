@@ -273,4 +273,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    from stapes.serving import engine_worker  # the modules of the calls know it, and what it raises, by this name
+
+    engine_worker.main()
