@@ -18,7 +18,7 @@ from stapes.transcript import Segment, Transcript, Word
 
 AlignmentFormat = Literal["json", "textgrid", "srt", "vtt", "ctm"]
 ALIGNMENT_FORMATS: tuple[AlignmentFormat, ...] = get_args(AlignmentFormat)
-EXTENSIONS: dict[AlignmentFormat, str] = {name: name for name in ALIGNMENT_FORMATS} | {"textgrid": "TextGrid"}
+EXTENSIONS: dict[AlignmentFormat, str] = {**{name: name for name in ALIGNMENT_FORMATS}, "textgrid": "TextGrid"}
 """What the name of a file ends in; Praat's users write it so."""
 
 
