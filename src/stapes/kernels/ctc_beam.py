@@ -381,7 +381,9 @@ def _warps(size: int, target: Target | None) -> int:
     """What spills no registers."""
     many = size > _LARGEST // 2
     if target is not None and target.family == "cuda":
-        return max(1, min(8 if many else 4, size // 256))
+        return max(1, min(16 if many else 4, size // 256))
+    if target is not None and target.family == "cdna":
+        return max(1, min(8, size // 256))
     return max(1, min(16 if many else 8, size // 128))
 
 

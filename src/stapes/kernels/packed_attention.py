@@ -170,10 +170,14 @@ def _tile(dtype: torch.dtype, head: int, target: Target | None) -> Tile | None:
     wide = head > 64
     if family == "cdna":
         return Tile(32, 32, 4, 1) if dtype == torch.float32 else Tile(128, 64, 4, 1)
+    if dtype == torch.float32 and wide:
+        return None
     if family == "cuda" and dtype == torch.float32:
-        return None if wide else Tile(64, 32, 4, 1, "tf32x3")
+        return Tile(64, 32, 4, 1, "tf32x3")
     if dtype == torch.float32 or family == "rdna2":  # multiplied without matrix instructions, out of registers
         return Tile(16, 16, 8 if wide else 4, 1)
+    if family == "rdna3" and wide:
+        return Tile(64, 16, 8, 1)
     if family == "cuda":
         return Tile(128, 64, 8, 3) if wide else Tile(64, 64, 4, 3)
     return Tile(64, 32, 8 if wide else 4, 1)

@@ -346,7 +346,9 @@ def block(count: int) -> int:
 
 def _first_tile(target: Target | None) -> tuple[int, int]:
     """Frames of a program, and warps. AMD's follow from what the compiler says."""
-    return (8, 8) if target is not None and target.is_amd and target.wave_size == 32 else (16, 4)
+    if target is None or not target.is_amd:
+        return 16, 4
+    return (8, 8) if target.wave_size == 32 else (4, 4)
 
 
 def _activate_tile(target: Target | None) -> tuple[int, int]:
