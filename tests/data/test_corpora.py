@@ -178,6 +178,19 @@ def test_jsonl_and_csv_say_the_same(tmp_path):
     assert texts == {"x": ["other a"], "y": ["other b", "other c"], "z": ["other d"]}
 
 
+@pytest.mark.parametrize("corpus", ["jsonl", "csv"])
+def test_a_text_field_that_no_row_has_is_refused_with_those_there_are(tmp_path, corpus):
+    write(tmp_path / "a.wav", 1.0, 300)
+    source = tmp_path / f"rows.{corpus}"
+    row = {"audio": "a.wav", "hebrew": "ken", "romanized": "yes"}
+    source.write_text(json.dumps(row) + "\n" if corpus == "jsonl" else "audio,hebrew,romanized\na.wav,ken,yes\n")
+    with pytest.raises(UsageError, match=r"'romanised'.* did you mean romanized.* audio, hebrew, romanized"):
+        made(corpus, source, text_field="romanised")
+    with pytest.raises(UsageError, match=r"'text' .* --text-field takes one of audio, hebrew, romanized"):
+        made(corpus, source)
+    assert [row.text for row in made(corpus, source, text_field="romanized")[1]["train"]] == ["yes"]
+
+
 def test_another_recipe_of_lhotse(tmp_path):
     """LJSpeech's layout: lhotse knows it by name."""
     root = tmp_path / "LJSpeech-1.1"

@@ -123,6 +123,14 @@ def test_rejects_that_are_expected_are_no_failure(tmp_path, capsys):
     assert "left out: 1 (1 too long)" in out
 
 
+def test_nothing_kept_is_a_failure_with_its_reasons(tmp_path, capsys):
+    source = simple(tmp_path / "in", [0.5, 1.0])
+    out = tmp_path / "out"
+    assert main(["prepare", "jsonl", str(source), str(out), "--max-seconds", "0.1", "--jobs", "1"]) == 1
+    assert "no utterance was kept (2 too long)" in capsys.readouterr().err
+    assert not list(out.glob("*.jsonl.gz"))
+
+
 def test_lhotse_reads_the_manifest_and_hears_the_same(tmp_path):
     from lhotse import CutSet
 

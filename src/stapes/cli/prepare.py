@@ -39,7 +39,7 @@ def prepare(
         stapes prepare jsonl yesno/manifest.jsonl data/yesno --split train=0_*,test=1_*
 
     Exit code: 0 all done, also where utterances were left out; 1 where some could not be read or the corpus's own lists
-    are damaged, each named in report.md; 2 wrong usage; 130 interrupted.
+    are damaged, each named in report.md, and where nothing at all was kept; 2 wrong usage; 130 interrupted.
 
     Parameters
     ----------
@@ -58,6 +58,11 @@ def prepare(
         if each["code"] in UNREADABLE:
             terminal.failure(each["reason"], each["audio"])
     terminal.out(to_json(report) + "\n" if json else _summary(report, out))
+    if not report["splits"]:
+        reasons = ", ".join(f"{count:,} {code}" for code, count in rejected["by_reason"].items())
+        first = rejected["utterances"][0]
+        terminal.failure(f"no utterance was kept ({reasons}): the first is {first['id']}, {first['reason']}")
+        return 1
     return 1 if rejected["unreadable"] else 0
 
 

@@ -1,7 +1,7 @@
 """Corpora as they come: which recordings there are, what is said in them, by whom, and for which split.
 
 A reader yields a ``Row`` for each utterance and a ``BadRow`` for what is none, always in the same order, without
-opening the audio. A line or a file that is wrong never ends the reading.
+opening the audio. A line or a file that is wrong never ends the reading; a table that has no texts at all does.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import difflib
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -222,6 +222,7 @@ def jsonl(source: Path, options: ReadOptions) -> Iterator[Row | BadRow]:
     path = source / "manifest.jsonl" if source.is_dir() else source
     if not path.is_file():
         raise UsageError(f"{path} is not there: name a .jsonl file, or a folder with a manifest.jsonl")
+    fields: dict[str, None] = {}
     for where, line in _lines(path):
         if isinstance(line, BadRow):
             yield line
@@ -231,9 +232,11 @@ def jsonl(source: Path, options: ReadOptions) -> Iterator[Row | BadRow]:
         except ValueError:
             value = None
         if isinstance(value, dict):
+            fields |= dict.fromkeys(value)
             yield _plain_row(where, value, options, path.parent)
         else:
             yield BadRow(where, "manifest", "it is no JSON object")
+    _check_fields(path, fields, options)
 
 
 def table(source: Path, options: ReadOptions) -> Iterator[Row | BadRow]:
@@ -292,6 +295,8 @@ def _table_rows(
             except csv.Error as error:
                 yield BadRow(where, "manifest", f"it is no row of a table ({error})")
                 continue
+            if only_text is None:
+                _check_fields(path, [key for key in value if key], options)
             row: dict[str, Any] = {key: text for key, text in value.items() if key and text not in (None, "")}
             if _first(row, _TEXT) is None and any(column in value for column in _TEXT):
                 row["text"] = ""
@@ -302,6 +307,19 @@ def _table_rows(
             if "locale" not in row and only_text is not None:
                 row["locale"] = path.parent.name if path.parent.name != "clips" else None
             yield _plain_row(where, row, options, folder)
+
+
+def _check_fields(path: Path, fields: Collection[str], options: ReadOptions) -> None:
+    """Raise UsageError where none of the fields that there are can hold the text."""
+    wanted = _TEXT if options.text_field is None else (options.text_field,)
+    if not fields or any(name in fields for name in wanted):
+        return
+    close = difflib.get_close_matches(wanted[0], fields, n=1)
+    hint = f"did you mean {close[0]}? " if close else ""
+    raise UsageError(
+        f"no row of {path} has the field {' or '.join(map(repr, wanted))} for its text: {hint}--text-field takes one "
+        f"of {', '.join(fields)}"
+    )
 
 
 def _plain_row(where: str, value: dict[str, Any], options: ReadOptions, folder: Path) -> Row | BadRow:
