@@ -147,21 +147,30 @@ def _stdin() -> BinaryIO:
     return getattr(sys.stdin, "buffer", sys.stdin)  # type: ignore[return-value]
 
 
-def _open_path(path: str) -> BinaryIO:
+def check_path(path: str) -> None:
+    """Raise AudioError where there is no file to read at a path, before anything else is done for it."""
     name = printable(path)
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", path):
         raise AudioError(f"{name} is a URL: download it first, then give the file")
     try:
         mode = Path(path).stat().st_mode
-        if stat.S_ISDIR(mode):
-            raise AudioError(f"{name} is a folder: give a recording in it")
-        if not (stat.S_ISREG(mode) or stat.S_ISFIFO(mode)):  # /dev/zero never ends
-            raise AudioError(f"{name} is a device or a socket: give a file, or pipe it into stdin")
-        return open(path, "rb", buffering=0)  # noqa: PTH123 - the reader owns it
     except FileNotFoundError:
         if Path(path).is_symlink():
             raise AudioError(f"{name} is a link to a file that does not exist: mend the link") from None
         raise AudioError(f"{name} does not exist: check the path") from None
+    except (OSError, ValueError) as error:
+        raise AudioError(f"{name} cannot be opened: {reason(error)}") from error
+    if stat.S_ISDIR(mode):
+        raise AudioError(f"{name} is a folder: give a recording in it")
+    if not (stat.S_ISREG(mode) or stat.S_ISFIFO(mode)):  # /dev/zero never ends
+        raise AudioError(f"{name} is a device or a socket: give a file, or pipe it into stdin")
+
+
+def _open_path(path: str) -> BinaryIO:
+    check_path(path)
+    name = printable(path)
+    try:
+        return open(path, "rb", buffering=0)  # noqa: PTH123 - the reader owns it
     except PermissionError:
         raise AudioError(f"{name} cannot be opened: you have no permission to read it") from None
     except (OSError, ValueError) as error:

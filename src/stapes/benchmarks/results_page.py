@@ -18,9 +18,12 @@ from stapes.benchmarks.results_stream import HEADER, live_rows
 BLANK = "*not measured yet*"
 LENGTHS = ((30.0, "30 s"), (300.0, "5 min"), (3600.0, "1 h"))
 
+MADE_BY = "Made by `make results`"
+"""By this a page is known to be ours."""
+
 _INTRO = f"""# Results
 
-Made by `make results` from the files in `results/`; do not edit. Every figure of ours is the median of its rounds
+{MADE_BY} from the files in `results/`; do not edit. Every figure of ours is the median of its rounds
 (lowest–highest in brackets), measured with models loaded and warm, systems in turn within one run, and names its run,
 **R1**, **R2** …: command, commit, weights and hardware are [below](#runs). Ratios are medians of the rounds' own
 ratios, of one machine in one run. {BLANK} means what it says: nobody has run it there. To fill a blank, run the

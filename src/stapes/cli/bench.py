@@ -247,12 +247,15 @@ def results(
     json:
         Print what was read and written as JSON.
     """
-    from stapes.benchmarks.results_page import load_results, render
+    from stapes.benchmarks.results_page import MADE_BY, load_results, render
 
     found = load_results(folder)
     page = render(found)
     terminal = Terminal()
-    is_current = output.is_file() and output.read_text(encoding="utf-8") == page
+    before = output.read_text(encoding="utf-8", errors="replace") if output.is_file() else ""
+    if before and MADE_BY not in before:
+        raise UsageError(f"{output} was not made by this command and is left alone: give another file with -o")
+    is_current = before == page
     if check and not is_current:
         terminal.failure(f"{output} is not what {folder} gives: run `stapes bench results`")
     if not check and not is_current:

@@ -15,7 +15,7 @@ from stapes.cli.background import Background
 from stapes.cli.inputs import STDIN, Failure, expand, plan_outputs
 from stapes.cli.interrupts import shielded
 from stapes.cli.terminal import Terminal, display, to_json
-from stapes.errors import OutputError, StapesError, UsageError
+from stapes.errors import AudioError, OutputError, StapesError, UsageError
 from stapes.options import Backend, Precision, TranscribeOptions
 from stapes.text.subtitles import (
     FORMATS,
@@ -255,14 +255,25 @@ class _Results:
                 ) from error
 
     def waiting(self) -> list[str]:
-        """The recordings to transcribe: without those that --skip-existing leaves out, which count as over."""
+        """The recordings to transcribe: without those that --skip-existing leaves out, and those that are not there.
+
+        Looked at now, so that a misspelt name does not wait for a model to be loaded.
+        """
         if self.output.skip_existing:
             self.skipped = [name for name, paths in self.plan.items() if all(map(Path.exists, paths.values()))]
             if self.skipped:
                 self.terminal.note(f"{len(self.skipped)} of {len(self.recordings)} recordings are there already")
+        from stapes.audio.sources import check_path
+
         over = set(self.skipped)
         self.recordings = [name for name in self.recordings if name not in over]
-        return self.recordings
+        for name in self.recordings:
+            try:
+                if name != STDIN:
+                    check_path(name)
+            except AudioError as error:
+                self.fail(name, str(error))
+        return [name for name in self.recordings if name not in self.finished]
 
     def take(self, transcript: Transcript) -> None:
         """Write, print and count one transcript."""
