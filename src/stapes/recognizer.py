@@ -304,7 +304,8 @@ class Recognizer:
         text: what is said, or the `Path` of a file (UTF-8) that holds it. Its lines become segments, its sentences
         where it has one line; a word's probability is 0 where the model cannot write it and only its neighbours tell
         its time. open_ends: the recording may hold other speech before and after the text. Raises AudioError;
-        UsageError where the model is no CTC model, or the text cannot be that of this recording.
+        UsageError where the model is no CTC model, or the text does not fit into the recording. One that fits but is
+        probably not what is said has its warning in ``warnings``.
         """
         settings = {"language": language, "open_ends": open_ends, "channels": channels, "sample_rate": sample_rate}
         return replace(self._aligner(progress, settings).align(audio, text), model=self.name)

@@ -89,6 +89,17 @@ def align(text: str, said: str = SAID, **settings: Any) -> Any:
 
 
 @pytest.mark.parametrize("batch", [1, 3])
+def test_a_text_that_is_not_what_is_said_is_a_warning(batch: int) -> None:
+    (right, wrong) = Aligner(Reader(), Silent(), sample_rate=16_000, batch=batch).align_many(
+        [(sound(SAID), "hello you 42 how are you bye"), (sound(SAID), "quite different things")]
+    )
+    assert (right.error, right.warnings, wrong.error) == (None, [], None)
+    (warning,) = wrong.warnings
+    assert "the text may not be what is said" in warning
+    assert not wrong.damaged
+
+
+@pytest.mark.parametrize("batch", [1, 3])
 def test_words_lie_where_they_are_said(batch: int) -> None:
     found = align("Hello you!\n\nHow are you?\nBye.", batch=batch)
     assert [segment.text for segment in found.segments] == [" Hello you!", " How are you?", " Bye."]

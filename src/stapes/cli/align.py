@@ -53,6 +53,7 @@ def align(
         ),
     ],
     text: Annotated[str | None, Parameter(name="TEXT", help="A file (UTF-8) with what is said, or the text.")] = None,
+    /,
     *,
     texts: Path | None = None,
     language: str | None = None,
@@ -67,7 +68,7 @@ def align(
 
     Words that the model cannot write (numbers, other scripts) and text in [square brackets], which is often not spoken,
     get the time that is left between their neighbours. A line of the text is a segment; a text of one line is cut into
-    sentences.
+    sentences. A text that is hardly what is said (less than 5 % a letter, in the geometric mean) is a warning.
 
     Examples:
 

@@ -19,7 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 from stapes.audio.decode import SAMPLE_RATE, AudioSource, open_audio
 from stapes.decoding.ctc_align import Alignment, align, align_words
 from stapes.decoding.ctc_align_stream import StreamAligner, check_frames
-from stapes.decoding.spelling import SpeltText, spell
+from stapes.decoding.spelling import WILDCARD, SpeltText, spell
 from stapes.errors import AudioError, UsageError
 from stapes.inference.ctc_model import CTCModel
 from stapes.inference.ctc_windows import Emissions
@@ -36,6 +36,11 @@ _GROUP = 64
 _BATCH_SECONDS = 480
 """Sound that is computed at once, padding included."""
 _READERS = 4
+
+DOUBTFUL_PROBABILITY = 0.05
+"""Of a label, as the geometric mean over a text's labels: below it the text is probably not what is said. With a
+recogniser of two words, the texts of 16 recordings had 0.96 to 1, other texts of the same words a median of 0.03; with
+one of ten words, 0.38 to 1 and at most 0.0001 on 24."""
 
 _SENTENCE_END = re.compile(r"(?<=[.!?…])\s+|(?<=[。！？])")
 
@@ -109,7 +114,8 @@ class Aligner:
         if aligner is None:
             check_frames(what.spelt.ids, 0)
         transcript = self._transcript(source, what, alignment, emissions.duration)
-        transcript.warnings, transcript.damaged = list(emissions.warnings), emissions.damaged
+        transcript.warnings += emissions.warnings
+        transcript.damaged = emissions.damaged
         transcript.timings = {"total": time.perf_counter() - began}
         return transcript
 
@@ -181,7 +187,8 @@ class Aligner:
             for row, recording, alignment in zip(rows, some, self._align_batch(some), strict=True):
                 duration = len(recording.pcm) / SAMPLE_RATE
                 transcript = self._transcript(recording.source, recording.text, alignment, duration)
-                transcript.warnings, transcript.damaged = recording.warnings, recording.damaged
+                transcript.warnings += recording.warnings
+                transcript.damaged = recording.damaged
                 out[row] = transcript
                 self._progress.advance(duration)
         return out
@@ -213,7 +220,19 @@ class Aligner:
             duration=duration,
             segments=segments,
             path=name_of(source),
+            warnings=_doubts(alignment),
         )
+
+
+def _doubts(alignment: Alignment) -> list[str]:
+    """What to say of a text for which the sound hardly speaks."""
+    logs = [math.log(max(token.probability, 1e-10)) for token in alignment.tokens if token.id != WILDCARD]
+    if not logs or (mean := math.exp(sum(logs) / len(logs))) >= DOUBTFUL_PROBABILITY:
+        return []
+    return [
+        f"the text may not be what is said: the model gives its letters a mean probability of {mean:.1g}, so the times "
+        "mean little; check that text, recording and model belong together"
+    ]
 
 
 def segment_texts(text: str) -> list[str]:
