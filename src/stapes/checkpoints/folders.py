@@ -28,13 +28,13 @@ def written_whole(folder: Path) -> Iterator[Path]:
             yield temporary
             for path in temporary.rglob("*"):
                 path.chmod(0o755 if path.is_dir() else 0o644)
-                _flush(path)
+                flush(path)
             temporary.chmod(0o755)
-            _flush(temporary)
+            flush(temporary)
             if folder.exists():
                 shutil.rmtree(folder)
             os.rename(temporary, folder)  # noqa: PTH104
-            _flush(folder.parent)
+            flush(folder.parent)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
     except (OSError, SafetensorError) as error:
@@ -42,7 +42,7 @@ def written_whole(folder: Path) -> Iterator[Path]:
         raise OutputError(f"{folder}: cannot be written ({reason}); free space or choose another folder") from error
 
 
-def _flush(path: Path) -> None:
+def flush(path: Path) -> None:
     """Have the disk hold it: a rename alone survives the end of the process, not that of the machine."""
     handle = os.open(path, os.O_RDONLY)
     try:

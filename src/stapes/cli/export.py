@@ -12,6 +12,7 @@ from stapes.cli.terminal import Terminal, to_json
 from stapes.errors import UsageError
 
 if TYPE_CHECKING:
+    from stapes.checkpoints.onnx_folder import OnnxFolder
     from stapes.export.onnx import ExportReport
 
 Target = Literal["onnx", "migraphx", "tensorrt", "huggingface"]
@@ -52,7 +53,7 @@ def export(
         onnx: graphs for ONNX Runtime. migraphx, tensorrt: these, and each compiled by migraphx-driver or trtexec;
         where the tool is not installed, a script with its commands. huggingface: weights as `transformers` opens them.
     output_dir:
-        The folder to write; one that is there is replaced.
+        The folder to write: a new or empty one, or an earlier export, which is replaced at the end.
     precision:
         Of the weights. auto: fp32, and fp16 for migraphx and tensorrt.
     language:
@@ -68,7 +69,9 @@ def export(
     json:
         Print the result as one JSON object.
     """
+    from stapes.checkpoints.onnx_folder import read_onnx_folder
     from stapes.export import onnx
+    from stapes.export.target import check_target, record
 
     if output_dir is None:
         raise UsageError(f"say where to write the folder: stapes export {model} --to {to} -o FOLDER")
@@ -76,26 +79,40 @@ def export(
         raise UsageError("--architecture goes with --to migraphx; TensorRT compiles for the GPU that is here")
     if windows < 1:
         raise UsageError(f"--windows is {windows}: give 1 or more")
+    check_target(output_dir, given if (given := Path(model).expanduser()).exists() else None)  # before fetching it
     terminal = Terminal()
     with terminal.progress("bytes", "looking for the model …") as progress:
         name, location = onnx.find(model, model_dir, progress, offline=offline)
-    _outside(output_dir, location.path)
+    check_target(output_dir, location.path)
     if to == "huggingface":
         if precision != "auto":
             raise UsageError("--to huggingface writes the weights as they are: leave --precision out")
         report = onnx.export_huggingface(name, location, output_dir, language=language)
         return _tell(terminal, report, json)
     chosen = precision if precision != "auto" else "fp32" if to == "onnx" else "fp16"
-    report = onnx.export_onnx(name, location, output_dir, precision=chosen, language=language, note=terminal.note)
+
+    def made(folder: Path, exported: OnnxFolder) -> dict[str, list[str]]:
+        """The commands of the vendor's tool."""
+        if to == "onnx":
+            return {}
+        from stapes.export import engines
+
+        graphs = {name: file for name, file in exported.graphs.items() if "@" not in name}
+        sizes = {**engines.SIZES, "windows": windows, "batch": windows}
+        return engines.commands(folder, graphs, to, half=chosen == "fp16", architecture=architecture, sizes=sizes)
+
+    report = onnx.export_onnx(
+        name, location, output_dir, precision=chosen, language=language, note=terminal.note, inspect=made
+    )
     if to == "onnx":
         return _tell(terminal, report, json)
-    from stapes.checkpoints.onnx_folder import read_onnx_folder
     from stapes.export import engines
 
-    graphs = {name: file for name, file in read_onnx_folder(output_dir).graphs.items() if "@" not in name}
-    sizes = {**engines.SIZES, "windows": windows, "batch": windows}
-    made = engines.commands(output_dir, graphs, to, half=chosen == "fp16", architecture=architecture, sizes=sizes)
-    results, missing = engines.build_engines(output_dir, to, made, terminal.note)
+    commands = made(output_dir, read_onnx_folder(output_dir))
+    try:
+        results, missing = engines.build_engines(output_dir, to, commands, terminal.note)
+    finally:
+        record(output_dir, engines.written(to, commands))
     _tell(terminal, report, json, engines=[asdict(result) for result in results])
     if missing:
         terminal.failure(missing)
@@ -103,13 +120,6 @@ def export(
         if result.failure:
             terminal.failure(result.failure, result.graph)
     return 3 if missing or any(result.failure for result in results) else 0
-
-
-def _outside(folder: Path, source: Path) -> None:
-    """The folder to write is replaced whole: it must not hold the model itself."""
-    target, source = folder.resolve(), source.resolve()
-    if target == source or target in source.parents:
-        raise UsageError(f"-o {folder} holds the model that is exported: choose another folder")
 
 
 def _tell(terminal: Terminal, report: ExportReport, json: bool, **more: Any) -> int:

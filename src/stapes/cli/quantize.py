@@ -51,7 +51,7 @@ def quantize(
         int8: activations are scaled as they come, row by row. int8-static: in ranges found beforehand, which compilers
         for other hardware read.
     output_dir:
-        The folder to write; one that is there is replaced.
+        The folder to write: a new or empty one, or an earlier export, which is replaced at the end.
     manifest:
         A manifest, or a corpus by name, to count words on.
     limit:
@@ -79,6 +79,7 @@ def quantize(
     from stapes.export.onnx import find
     from stapes.export.quantize import QuantizeSettings
     from stapes.export.quantize import quantize as run
+    from stapes.export.target import check_target
 
     if output_dir is None:
         raise UsageError(f"say where to write the folder: stapes quantize {model} --scheme {scheme} -o FOLDER")
@@ -90,11 +91,11 @@ def quantize(
         if threads < 1:
             raise UsageError(f"--threads is {threads}: give 1 or more")
         torch.set_num_threads(threads)
+    check_target(output_dir, given if (given := Path(model).expanduser()).exists() else None)  # before fetching it
     terminal = Terminal()
     with terminal.progress("bytes", "looking for the model …") as progress:
         name, location = find(model, model_dir, progress, offline=offline)
-    if output_dir.resolve() in (location.path.resolve(), *location.path.resolve().parents):
-        raise UsageError(f"-o {output_dir} holds the model that is quantised: choose another folder")
+    check_target(output_dir, location.path)
     settings = QuantizeSettings(
         scheme=scheme,
         manifest=manifest,

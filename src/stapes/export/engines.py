@@ -38,8 +38,12 @@ SIZES: Mapping[str, int] = {
     "cached": 448,
     "batch": 4,
     "samples": 30 * 16_000,
+    "frames": 30 * 100,
 }
 """What the axes that may change are compiled for."""
+
+_LEAST: Mapping[str, int] = {"samples": 16_000, "frames": 100}
+"""Of axes that may not be 1: a second."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +112,7 @@ def commands(
         if target == "migraphx":
             out[name] = migraphx_command(path, shapes, half=half, architecture=architecture)
         else:
-            least = input_shapes(model, dict.fromkeys(sizes, 1) | {"picked": sizes["picked"], "samples": 16_000})
+            least = input_shapes(model, dict.fromkeys(sizes, 1) | {"picked": sizes["picked"], **_LEAST})
             out[name] = tensorrt_command(path, least, shapes, half=half)
     return out
 
@@ -132,6 +136,11 @@ def read_trtexec(output: str, code: int) -> tuple[str | None, float | None]:
     errors = [line.partition("[E]")[2].strip() for line in output.splitlines() if "[E]" in line]
     said = [line.strip() for line in output.splitlines() if line.strip()]
     return (errors[:1] or said[-1:] or [f"it ended with code {code} and said nothing"])[0][:300], None
+
+
+def written(target: Target, made: Mapping[str, object]) -> list[str]:
+    """The files that `build_engines` writes, where all goes well."""
+    return [f"build-{target}.sh", *(f"{graph}{SUFFIXES[target]}" for graph in made)]
 
 
 def write_script(folder: Path, target: Target, made: Mapping[str, Sequence[str]]) -> Path:

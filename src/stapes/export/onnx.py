@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from stapes.checkpoints import catalog
-from stapes.checkpoints.folders import written_whole
 from stapes.checkpoints.load import WAV2VEC2, load_whisper, model_type, open_checkpoint
 from stapes.checkpoints.onnx_folder import OnnxFolder, is_onnx
 from stapes.checkpoints.save import save_huggingface, write_settings
@@ -24,6 +23,7 @@ from stapes.checkpoints.spectrogram_models import (
 from stapes.checkpoints.tokenizer import open_tokenizer
 from stapes.checkpoints.wav2vec2 import load_wav2vec2, open_wav2vec2, save_wav2vec2, write_wav2vec2_settings
 from stapes.errors import ModelError, UsageError
+from stapes.export.target import export_target
 from stapes.models.ctc_head import CTC
 from stapes.progress import Progress
 
@@ -72,11 +72,13 @@ def export_onnx(
     precision: str = "fp32",
     language: str | None = None,
     note: Callable[[str], None] = lambda _: None,
+    inspect: Callable[[Path, OnnxFolder], object] = lambda _, __: None,
 ) -> ExportReport:
     """Write the graphs of a model, checked against PyTorch, and all that belongs to it. Whole or not at all.
 
-    precision: fp32 or fp16, of the weights. language: of a model that has adapters for several. Raises ModelError where
-    the model is unknown, cannot be exported, or its graphs' numbers differ; UsageError; OutputError.
+    precision: fp32 or fp16, of the weights. language: of a model that has adapters for several. inspect: is shown what
+    is written before it takes its place; what it raises prevents that. Raises ModelError where the model is unknown,
+    cannot be exported, or its graphs' numbers differ; UsageError, as `check_target` does too; OutputError.
     """
     require("onnx", "onnxscript", "onnxruntime")
     if precision not in _DTYPES:
@@ -84,7 +86,7 @@ def export_onnx(
     if is_onnx(location.path):
         raise UsageError(f"{name} is exported already: give the model that it was made from")
     kind = model_type(location.path) or "whisper"
-    with written_whole(folder) as temporary:
+    with export_target(folder) as temporary:
         if kind in WAV2VEC2:
             made = _ctc(name, location, temporary, _DTYPES[precision], language)
         elif kind == "whisper":
@@ -94,6 +96,7 @@ def export_onnx(
         else:
             raise ModelError(f"{name} is a {kind!r} model; Whisper and CTC models can be exported to ONNX")
         made.write(temporary)
+        inspect(temporary, made)
     size = sum(file.stat().st_size for file in folder.iterdir())
     checked = {graph: dict(values) for graph, values in made.checked.items()}
     return ExportReport(str(folder), name, made.kind, precision, size, tuple(made.graphs), checked)
@@ -180,13 +183,14 @@ def _spectrogram_ctc(name: str, location: catalog.Location, folder: Path, dtype:
 def export_huggingface(
     name: str, location: catalog.Location, folder: Path, *, language: str | None = None
 ) -> ExportReport:
-    """Write a model as a folder that ``transformers`` opens. Raises ModelError, OutputError."""
+    """Write a model as a folder that ``transformers`` opens. Raises ModelError, OutputError, UsageError."""
     kind = model_type(location.path) or "whisper"
-    if kind in WAV2VEC2:
-        save_wav2vec2(open_wav2vec2(location.path, name, language), folder)
-    elif kind == "whisper" and not is_onnx(location.path):
-        save_huggingface(open_checkpoint(location.path, name, location.parts), folder)
-    else:
-        raise ModelError(f"{name} is a {kind!r} model that transformers has no network for, or an exported one")
+    with export_target(folder) as temporary:
+        if kind in WAV2VEC2:
+            save_wav2vec2(open_wav2vec2(location.path, name, language), temporary)
+        elif kind == "whisper" and not is_onnx(location.path):
+            save_huggingface(open_checkpoint(location.path, name, location.parts), temporary)
+        else:
+            raise ModelError(f"{name} is a {kind!r} model that transformers has no network for, or an exported one")
     size = sum(file.stat().st_size for file in folder.iterdir())
     return ExportReport(str(folder), name, kind, "as it was", size)

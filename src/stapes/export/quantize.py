@@ -12,13 +12,13 @@ from typing import Any, Literal
 
 from stapes.audio.features import SAMPLE_RATE
 from stapes.checkpoints import catalog
-from stapes.checkpoints.folders import written_whole
 from stapes.checkpoints.onnx_folder import MANIFEST, WEIGHTS, OnnxFolder, is_onnx, read_onnx_folder
 from stapes.errors import ModelError, UsageError
 from stapes.evaluation.corpora import Row, open_corpus
 from stapes.evaluation.normalizers import choose, normalize
 from stapes.evaluation.scoring import word_errors
 from stapes.export.onnx import export_onnx, require
+from stapes.export.target import RECORD, check_target, export_target
 from stapes.recognizer import Recognizer, load
 
 Scheme = Literal["int8", "int8-static"]
@@ -91,6 +91,7 @@ def quantize(
     UsageError, OutputError.
     """
     require("onnx", "onnxruntime")
+    check_target(folder, location.path)
     rows = open_corpus(settings.manifest).rows if settings.manifest is not None else []
     if settings.manifest is not None and not rows:
         raise UsageError(f"--manifest {settings.manifest} has no rows: name one that has")
@@ -103,7 +104,7 @@ def quantize(
         exported = read_onnx_folder(source)
         if exported.scheme is not None or exported.dtype != "float32":
             raise UsageError(f"{name} was exported in {exported.scheme or exported.dtype}: quantise the fp32 one")
-        with written_whole(folder) as temporary, load(source, device="cpu", language=settings.language) as original:
+        with export_target(folder) as temporary, load(source, device="cpu", language=settings.language) as original:
             made, errors = _write(
                 original, source, exported, temporary, settings, _calibration_rows(settings, rows), note
             )
@@ -157,7 +158,7 @@ def _write(
     # What nothing went through is not known to be safe in a range that nobody has seen.
     kept = {name for name in weights if errors.get(name, 1.0 if static else 0.0) > settings.sensitive}
     for file in source.iterdir():
-        if file.name not in (MANIFEST, WEIGHTS, *exported.graphs.values()) and file.is_file():
+        if file.name not in (MANIFEST, WEIGHTS, RECORD, *exported.graphs.values()) and file.is_file():
             shutil.copyfile(file, folder / file.name)
     with WeightsFile(folder) as file:
         for graph, model in graphs.items():
