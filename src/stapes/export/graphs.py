@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import tempfile
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,6 +22,11 @@ from stapes.export.cpu import SUFFIX, cpu_file, tune_for_cpu
 from stapes.export.weights import WeightsFile
 
 OPSET = 18
+
+_ESCAPES = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+"""Colours of a terminal."""
+
+_LOGGERS = {"torch.onnx": logging.ERROR, "torch.export": logging.CRITICAL}
 
 TOLERANCES = {torch.float32: 1e-3, torch.float16: 3e-2}
 """How far a graph may be from PyTorch in float32 (see `relative_error`)."""
@@ -70,7 +76,8 @@ def write_graph(graph: Graph, weights: WeightsFile) -> dict[str, str]:
             assert program is not None
             program.save(str(path), external_data=True)
         except torch.onnx.OnnxExporterError as error:
-            reason = " ".join(str(error).split())[:300]
+            said = error.__cause__ or error  # the exporter itself says where its manual is, and what it met last
+            reason = " ".join(_ESCAPES.sub("", str(said)).split())[:300]
             raise ModelError(f"{graph.name} cannot be exported to ONNX by this PyTorch ({reason})") from error
         model = onnx.load(str(path), load_external_data=False)
         softmax_in_float32(model)
@@ -85,16 +92,18 @@ def write_graph(graph: Graph, weights: WeightsFile) -> dict[str, str]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """PyTorch's exporter tells of packages that are not there and of its own deprecations."""
-    logger = logging.getLogger("torch.onnx")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
+    """PyTorch's exporter tells of packages that are not there, of its own deprecations, and what it tried in vain."""
+    levels = {logging.getLogger(name): level for name, level in _LOGGERS.items()}
+    before = {logger: logger.level for logger in levels}
+    for logger, level in levels.items():
+        logger.setLevel(level)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             yield
         finally:
-            logger.setLevel(level)
+            for logger, level in before.items():
+                logger.setLevel(level)
 
 
 def softmax_in_float32(model: ModelProto) -> None:
@@ -113,14 +122,16 @@ def softmax_in_float32(model: ModelProto) -> None:
     model.graph.node.extend(nodes)
 
 
-def relative_error(got: Tensor, wanted: Tensor) -> float:
+def relative_error(got: Tensor, wanted: Tensor, *, of_all: bool = False) -> float:
     """How far numbers are from those wanted: of the rows along the last axis, the worst one's difference over its size.
 
-    Sizes are root mean squares. Infinite where something is no number.
+    ``of_all``: all rows' instead, their root mean square. Sizes are root mean squares, too. Infinite where something is
+    no number.
     """
     difference = (got.double() - wanted.double()).square().mean(dim=-1).sqrt()
     size = wanted.double().square().mean(dim=-1).sqrt()
-    error = float((difference / size.clamp_min(1e-12)).max())
+    rows = difference / size.clamp_min(1e-12)
+    error = float(rows.square().mean().sqrt() if of_all else rows.max())
     return error if error == error else float("inf")
 
 

@@ -146,7 +146,10 @@ def measure_errors(model: OnnxWhisper, expected: Expected) -> dict[str, float]:
     """How far each graph is from ``expected``, run by ONNX Runtime (see `relative_error`)."""
     config, dtype = model.config, model.dtype
     states = model.session("encoder")({"mel": expected.mel})["states"]
-    errors = {"encoder": relative_error(states.float(), expected.states)}
+    # In half precision three of 3000 frames of tiny.en are 0.02 to 0.16 off, in PyTorch as in ONNX Runtime, and the
+    # median 0.001: all frames together tell whether the graph is right.
+    half = dtype == torch.float16
+    errors = {"encoder": relative_error(states.float(), expected.states, of_all=half)}
     # From here on the states are PyTorch's, so that errors do not add up.
     states = expected.states.to(dtype)
     tokens, count = expected.tokens, expected.tokens.shape[1]

@@ -112,8 +112,8 @@ class EncoderGraph(nn.Module):
         self.norm = Norm(encoder.norm)
 
     def forward(self, mel: Tensor) -> Tensor:
-        """mel (R, bins, 2S) → states (R, S, width)."""
-        x = F.gelu(self.conv1(mel))
+        """mel (R, bins, 2S) in float32 → states (R, S, width), in the dtype of the weights."""
+        x = F.gelu(self.conv1(mel.to(self.conv1.weight.dtype)))
         x = F.gelu(self.conv2(x)).transpose(1, 2)
         x = x + self.positions[: x.shape[1]]
         for layer in self.layers:
