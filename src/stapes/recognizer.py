@@ -48,7 +48,7 @@ from stapes.inference.whisper_family import WhisperFamily
 from stapes.models.whisper import WhisperConfig
 from stapes.options import Backend, Precision, TranscribeOptions
 from stapes.progress import Progress, Silent
-from stapes.text.tokenizers import WhisperTokenizer
+from stapes.text.tokenizers import WhisperTokenizer, language_label
 from stapes.transcript import Transcript
 
 _SMALL = 4 << 30
@@ -267,6 +267,22 @@ class Recognizer:
         if transcript.error is not None:
             raise AudioError(transcript.error)
         return transcript
+
+    def check_language(self, language: str) -> None:
+        """Raise UsageError where the model cannot listen for this language but would only write its name down.
+
+        Calls that name a language take it: beside recordings of a corpus it says how their texts are written.
+        """
+        family = self.family
+        if not isinstance(family, CTCFamily) or family.model.languages:
+            return
+        trained = family.tokenizer.language
+        if trained is None or language_label(language) != language_label(trained):
+            hint = "it knows the one it was trained for" if trained is None else f"it knows {trained}"
+            raise UsageError(
+                f"--language {language} cannot be chosen with {self.name}, a model of one language ({hint}): leave "
+                "--language out, or take a model of that language"
+            )
 
     def transcribe_many(
         self,

@@ -44,5 +44,7 @@ class FakeRecognizer:
             progress.advance(7.0)
             yield answer
 
+    def check_language(self, language: str) -> None: ...
+
     def close(self) -> None:
         self.closed += 1

@@ -47,6 +47,19 @@ def test_what_cannot_apply_is_refused(folder: Path, capsys: pytest.CaptureFixtur
         assert option[1 if option[0] == "--lm" else 0].replace("_", "-") in capsys.readouterr().err
 
 
+def test_a_language_that_the_model_cannot_choose_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["transcribe", "0.wav", *MODEL, "--language", "de"]) == 2
+    assert "--language de cannot be chosen with small-ctc" in capsys.readouterr().err
+
+
+def test_where_no_words_were_heard_a_note_says_so(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    soundfile.write(folder / "short.wav", babble(1.5, 0)[:200], 16_000)
+    assert main(["transcribe", "short.wav", "0.wav", *MODEL]) == 0
+    captured = capsys.readouterr()
+    assert "no words were heard in short.wav" in captured.err
+    assert "no words were heard in 0.wav" not in captured.err
+
+
 def test_n_best_is_in_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["transcribe", "0.wav", *MODEL, "--n-best", "2", "-f", "json"]) == 0
     (segment,) = json.loads(capsys.readouterr().out)["segments"]
@@ -75,7 +88,8 @@ def test_models_lists_it(folder: Path, capsys: pytest.CaptureFixture[str]) -> No
 def test_evaluate_measures_it(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [{"audio": f"{seed}.wav", "text": "A B", "duration": 1.5 + seed, "lang": "en"} for seed in range(2)]
     (folder / "manifest.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert main(["evaluate", "models/small-ctc", "manifest.jsonl", "-o", "result", "--device", "cpu", "--json"]) == 0
+    argv = ["evaluate", "models/small-ctc", "manifest.jsonl", "-o", "result", "--device", "cpu", "--json"]
+    assert main([*argv, "--language", "en"]) == 0
     result = json.loads((folder / "result" / "result.json").read_text())
     text = json.dumps(result)
     assert "small-ctc" in text

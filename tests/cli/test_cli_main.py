@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import types
 from dataclasses import dataclass, field
@@ -89,6 +90,16 @@ def test_help_has_an_example(argv: list[str], capsys: pytest.CaptureFixture[str]
     out = capsys.readouterr().out
     assert "xample" in out
     assert "stapes " in out
+
+
+@pytest.mark.parametrize(
+    "command", ["transcribe", "live", "align", "evaluate", "prepare", "train", "tune", "serve", "bench transcribe"]
+)
+def test_help_names_arguments_as_they_are_given(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*command.split(), "--help"]) == 0
+    out = capsys.readouterr().out
+    assert "--empty" not in out
+    assert not re.search(r"--[A-Z]|^. +\*? *[A-Z]+ +•", out, re.MULTILINE)
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

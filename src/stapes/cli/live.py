@@ -59,7 +59,7 @@ def live(
     Parameters
     ----------
     source:
-        - for raw samples of one channel on stdin. Default: the microphone.
+        Raw samples of one channel on stdin, where it is -. Default: the microphone.
     language:
         Language spoken, as a code (de) or a name (German). Found out when not given.
     task:

@@ -41,7 +41,7 @@ app = App(
     help_format="markdown",
     suppress_keyboard_interrupt=False,
     # As in openai/whisper, the last mention of an option counts.
-    default_parameter=Parameter(allow_repeating=True),
+    default_parameter=Parameter(allow_repeating=True, negative_iterable=()),
 )
 app.command(transcribe, sort_key=1, usage="Usage: stapes transcribe [OPTIONS] INPUT…")
 app.command(live, usage="Usage: stapes live [OPTIONS] [-]")

@@ -220,6 +220,8 @@ def _run(
             progress=loading,
         )
     try:
+        if options.language is not None:
+            recognizer.check_language(options.language)
         with terminal.progress("seconds", "reading …") as progress:
             yield from recognizer.transcribe_many(recordings, options, progress=progress)
     finally:
@@ -289,6 +291,8 @@ class _Results:
             return
         for warning in transcript.warnings:
             self.terminal.warning(warning, path)
+        if not any(segment.text.strip() for segment in transcript.segments):
+            self.terminal.note(f"no words were heard in {display(path)}")
         if transcript.damaged:
             self.damaged += 1
             if not transcript.warnings:
