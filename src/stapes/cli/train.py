@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 _RECIPES = "ctc, attention, hybrid, wav2vec2, whisper_ctc, words or commands."
 
+_USELESS_WER = 0.9
+
 
 def train(
     *recipe: Annotated[str, Parameter(name="RECIPE", help=_RECIPES)],
@@ -188,5 +190,10 @@ def _summary(result: Result, settings: TrainConfig) -> str:
     lines: list[Any] = [f"{result.steps} steps in {clock(result.seconds)}"]
     if result.wer is not None and result.cer is not None:
         lines.append(f"dev: WER {100 * result.wer:.2f} %, CER {100 * result.cer:.2f} %")
+        if result.wer >= _USELESS_WER:
+            lines.append(
+                "The model writes next to nothing useful yet: give it more data, more steps (--set run.epochs=…), "
+                "or weights to start from (--set model.init=…)"
+            )
     lines.append(f"wrote {result.model}: stapes transcribe --model {result.model} RECORDING")
     return "\n".join(lines) + "\n"

@@ -33,6 +33,9 @@ from stapes.training.settings import to_mapping
 _SECONDS_BETWEEN_READINGS = 5.0
 """Of the GPU's load, power and clocks."""
 
+_SECONDS_BETWEEN_NOTES = 10.0
+"""Of the loss on the screen; the log has it more often."""
+
 _MOST_NAMED = 8
 """Utterances that a message names."""
 
@@ -98,7 +101,7 @@ class Trainer:
         self._reported: set[str] = set()
         self._norm = 0.0
         self._begun = self._window_begun = time.perf_counter()
-        self._asked = 0.0
+        self._asked = self._noted = 0.0
         self._stopped = False
         self._evaluated = -1
         """The step that was evaluated last."""
@@ -323,6 +326,9 @@ class Trainer:
         }
         self._asked = now if "gpu_utilisation" in values else self._asked
         self.log.write(self.step, "train", {name: rounded(value) for name, value in values.items()})
+        if now - self._noted > _SECONDS_BETWEEN_NOTES:
+            self._noted = now
+            self.progress.note(f"step {self.step} of {self.optimizer.total_steps}: loss {values['loss']:.3f}")
 
     def _is_ending(self, stop: Callable[[], bool]) -> bool:
         """Whether the run is to end here. Several processes agree on it now and then."""
