@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from fake_hub import FakeHub
 from small_whisper import CONFIG, random_weights, read_all, same, write_huggingface
 
+from fake_hub import FakeHub
 from stapes.checkpoints import catalog, download
 from stapes.checkpoints.load import open_checkpoint
 from stapes.errors import ModelError
