@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import types
 from pathlib import Path
 
 import pytest
 import soundfile
 
-from ctc_models import babble, save
+from ctc_models import LETTERS, babble, save
 from stapes.cli.main import main
+from stapes.errors import UsageError
+from stapes.inference.ctc_family import CTCFamily
+from stapes.recognizer import Recognizer
+from stapes.text.ctc_tokenizer import CTCTokenizer
 
 
 @pytest.fixture
@@ -50,6 +55,20 @@ def test_what_cannot_apply_is_refused(folder: Path, capsys: pytest.CaptureFixtur
 def test_a_language_that_the_model_cannot_choose_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["transcribe", "0.wav", *MODEL, "--language", "de"]) == 2
     assert "--language de cannot be chosen with small-ctc" in capsys.readouterr().err
+
+
+def test_the_language_that_a_model_was_trained_for_may_be_named() -> None:
+    model = types.SimpleNamespace(languages=())
+    family = CTCFamily.__new__(CTCFamily)
+    family.model, family.tokenizer = model, CTCTokenizer(LETTERS, language="de")  # type: ignore[assignment]
+    recognizer = Recognizer.__new__(Recognizer)
+    recognizer.family, recognizer.name = family, "small"
+    for language in ("de", "German"):
+        recognizer.check_language(language)
+    with pytest.raises(UsageError, match="it knows de"):
+        recognizer.check_language("fr")
+    model.languages = ("deu", "eng")  # named to the model itself, which knows what it has
+    recognizer.check_language("fr")
 
 
 def test_where_no_words_were_heard_a_note_says_so(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
