@@ -139,5 +139,5 @@ def test_the_command_line_deletes_nothing(
 
 def test_a_failed_export_leaves_no_folder(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ctc, "write_ctc", lambda *_: (_ for _ in ()).throw(ModelError("cannot be exported")))
-    assert main(["export", str(model), "-o", str(tmp_path / "new")]) == 3
+    assert main(["export", str(model), "-o", str(tmp_path / "new" / "folder")]) == 3
     assert [path.name for path in tmp_path.iterdir()] == ["model"]

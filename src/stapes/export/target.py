@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -47,6 +47,7 @@ def export_target(folder: Path) -> Iterator[Path]:
     may not be written to.
     """
     check_target(folder)
+    missing = [parent for parent in folder.parents if not parent.exists()]
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as place:
@@ -71,6 +72,11 @@ def export_target(folder: Path) -> Iterator[Path]:
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise OutputError(f"{folder}: cannot be written ({reason}); free space or choose another folder") from error
+    finally:
+        if not folder.exists():
+            for parent in missing:
+                with suppress(OSError):  # somebody else's file is in it by now
+                    parent.rmdir()
 
 
 def record(folder: Path, names: Iterable[str]) -> None:
