@@ -39,6 +39,8 @@ main()
 def start(
     folder: Path, *argv: str, stdout: int = subprocess.PIPE, stderr: int = subprocess.PIPE
 ) -> subprocess.Popen[bytes]:
+    for name in ("a.mp3", "b.mp3", "slow.mp3"):
+        (folder / name).touch()  # what is not there is named before anything is loaded
     return subprocess.Popen([sys.executable, "-c", SLOW, "transcribe", *argv], cwd=folder, stdout=stdout, stderr=stderr)
 
 

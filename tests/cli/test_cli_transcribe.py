@@ -236,6 +236,8 @@ def test_wrong_usage_is_exit_code_2_and_one_sentence(
 
 def test_names_that_look_like_options_or_are_not_text(fake: FakeRecognizer, capsys: pytest.CaptureFixture[str]) -> None:
     strange = ["-dash.mp3", "new\nline.mp3", os.fsdecode(b"caf\xe9.mp3")]
+    for name in strange:
+        Path(name).touch()
     code, out, _ = run(capsys, "-f", "txt", "--", *strange)
     assert code == 0
     assert fake.paths == strange
@@ -246,6 +248,13 @@ def test_names_that_look_like_options_or_are_not_text(fake: FakeRecognizer, caps
     assert json.loads(out)["transcripts"][0]["path"] == strange[2]
     assert Path(os.fsdecode(b"out/caf\xe9.srt")).exists()
     assert events(err, "note")
+
+
+def test_what_is_not_there_does_not_wait_for_a_model(fake: FakeRecognizer, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = run(capsys, "misspelt.mp3")
+    assert code == 1
+    assert not fake.loaded
+    assert "misspelt.mp3 does not exist" in err
 
 
 def test_stdin_is_an_input(fake: FakeRecognizer, capsys: pytest.CaptureFixture[str]) -> None:
