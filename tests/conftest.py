@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-DATA = Path(__file__).parents[2] / "shared" / "data"
+from shared_data import DATA
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -15,6 +15,13 @@ from stapes.cli.main import app, main
 from stapes.errors import AudioError
 
 
+@pytest.fixture(autouse=True)
+def recording(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """a.mp3 is there; what it holds is the fake recogniser's affair."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.mp3").touch()
+
+
 def test_what_follows_the_command_belongs_to_it() -> None:
     words = ["profile", "-o", "p.html", "transcribe", "-o", "out", "--word_timestamps", "True", "-", "--json"]
     assert normalise(app, words) == ["profile", "-o=p.html", "--", *words[3:]]
@@ -47,11 +54,10 @@ def test_json_has_stdout_for_itself_and_needs_no_page(
     assert figures["command"] == ["transcribe", "a.mp3"]
     assert "Hello there." in captured.err
     assert figures["html"] == str(tmp_path / "p.html")
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert main(["profile", "--json", "transcribe", "a.mp3"]) == 0
     assert json.loads(capsys.readouterr().out)["html"] is None
-    assert [path.name for path in tmp_path.iterdir()] == ["p.html"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.mp3", "p.html"]
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 import soundfile
 from made_corpora import RATE, tone, write
 
-from conftest import DATA
+from shared_data import DATA
 from stapes.data.augment import (
     AudioFiles,
     WaveformAugment,

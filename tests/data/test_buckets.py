@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from conftest import DATA
+from shared_data import DATA
 from stapes.data.buckets import BatchPlan, BucketSampler, bucket_lengths
 from stapes.errors import UsageError
 

@@ -17,7 +17,7 @@ import pytest
 import soundfile
 from made_corpora import RATE, simple, tone, write
 
-from conftest import DATA
+from shared_data import DATA
 from stapes.cli.main import main
 from stapes.data import prepare as prepare_module
 from stapes.data.checks import REASONS, UNREADABLE, fingerprint

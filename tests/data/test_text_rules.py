@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conftest import DATA
+from shared_data import DATA
 from stapes.data.text_rules import normalize_text
 from stapes.errors import UsageError
 

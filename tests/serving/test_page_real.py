@@ -73,10 +73,10 @@ def test_voice_becomes_captions(page: Page, clip: tuple[Path, str]) -> None:
         committed.append(page.run("document.querySelector('.committed')?.textContent ?? ''"))
         return page.run("document.querySelector('#live-finals').children.length > 0")
 
-    wait_for(heard_all, 40)
+    wait_for(heard_all, 100)
     assert all(later.startswith(earlier.rstrip(".,")) for earlier, later in pairwise(committed[:-1]))
     page.click("#live-stop")
-    page.until("document.querySelector('.job:nth-child(2)')?.dataset.status === 'done'", 30)
+    page.until("document.querySelector('.job:nth-child(2)')?.dataset.status === 'done'", 100)
     assert agreement(clip[1], words(page)) > 0.8
     page.until("document.querySelector('#audio').readyState >= 1")
     page.click(".word")
