@@ -66,6 +66,7 @@ def test_file_becomes_text_with_words_to_follow(page: Page, clip: tuple[Path, st
 
 def test_voice_becomes_captions(page: Page, clip: tuple[Path, str]) -> None:
     """Words appear while they are spoken, those that were committed stay, and the recording has them afterwards."""
+    before = page.run("document.querySelectorAll('.job').length")
     page.click("#start-live")
     committed: list[str] = []
 
@@ -76,7 +77,7 @@ def test_voice_becomes_captions(page: Page, clip: tuple[Path, str]) -> None:
     wait_for(heard_all, 100)
     assert all(later.startswith(earlier.rstrip(".,")) for earlier, later in pairwise(committed[:-1]))
     page.click("#live-stop")
-    page.until("document.querySelector('.job:nth-child(2)')?.dataset.status === 'done'", 100)
+    page.until(f"document.querySelector('.job:nth-child({before + 1})')?.dataset.status === 'done'", 100)
     assert agreement(clip[1], words(page)) > 0.8
     page.until("document.querySelector('#audio').readyState >= 1")
     page.click(".word")
