@@ -10,7 +10,6 @@ from typing import Annotated, Any, NamedTuple
 
 from cyclopts import Parameter
 
-import stapes
 from stapes.cli.background import Background
 from stapes.cli.inputs import STDIN, Failure, expand, plan_outputs
 from stapes.cli.interrupts import shielded
@@ -178,19 +177,7 @@ def _run(
     terminal: Terminal, pairs: Sequence[_Pair], model: ModelOptions, settings: dict[str, Any]
 ) -> Generator[Transcript, None, None]:
     """Load the model and align; runs in the background thread."""
-    with terminal.progress("bytes", "loading the model …") as loading:
-        recognizer = stapes.load(
-            model.model,
-            device=model.device,
-            precision=model.effective_precision(),
-            backend=model.backend,
-            max_vram=model.max_vram,
-            threads=model.threads,
-            model_dir=model.model_dir,
-            offline=model.offline,
-            language=settings["language"],
-            progress=loading,
-        )
+    recognizer = model.load(terminal, language=settings["language"])
     try:
         with terminal.progress("seconds", "reading …") as progress:
             yield from recognizer.align_many(pairs, progress=progress, **settings)

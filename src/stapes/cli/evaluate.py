@@ -173,18 +173,7 @@ def _work(
 def _load(name: str, model: ModelOptions, options: TranscribeOptions, progress: Progress) -> Peer:
     from stapes.evaluation.systems import open_system
 
-    return open_system(
-        name,
-        options,
-        device=model.device,
-        precision=model.effective_precision(),
-        backend=model.backend,
-        max_vram=model.max_vram,
-        threads=model.threads,
-        model_dir=model.model_dir,
-        offline=model.offline,
-        progress=_NotesOnly(progress),
-    )
+    return open_system(name, options, progress=_NotesOnly(progress), **model.settings())
 
 
 class _NotesOnly:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Group, Parameter
 
-import stapes
 from stapes.cli.captions import Captions
 from stapes.cli.terminal import Terminal
 from stapes.cli.transcribe import ModelOptions
@@ -98,7 +97,7 @@ def live(
     # Before the model, which takes a while to load: what has no sound needs none.
     sound = _Stdin(chunks, encoding, rate) if source == "-" else _Microphone(chunks, microphone, rate)
     try:
-        with _load(terminal, model, options) as recognizer, sound:
+        with model.load(terminal, language=options.language, task=options.task) as recognizer, sound:
             session = recognizer.stream(options, turns=turns)
             terminal.note(f"listening with {recognizer.name}; Ctrl-C ends")
             return _listen(session, chunks, terminal, Captions(terminal, json=json))
@@ -138,23 +137,6 @@ def _listen(session: Session, chunks: Chunks, terminal: Terminal, captions: Capt
         captions.show(event)
     captions.end()
     return 0
-
-
-def _load(terminal: Terminal, model: ModelOptions, options: TranscribeOptions) -> Any:
-    with terminal.progress("bytes", "loading the model …") as loading:
-        return stapes.load(
-            model.model,
-            device=model.device,
-            precision=model.effective_precision(),
-            backend=model.backend,
-            max_vram=model.max_vram,
-            threads=model.threads,
-            model_dir=model.model_dir,
-            offline=model.offline,
-            task=options.task,
-            language=options.language,
-            progress=loading,
-        )
 
 
 class _Stdin:

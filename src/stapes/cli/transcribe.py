@@ -6,7 +6,7 @@ import sys
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Group, Parameter
 
@@ -28,6 +28,9 @@ from stapes.text.subtitles import (
     write,
 )
 from stapes.transcript import Transcript
+
+if TYPE_CHECKING:
+    from stapes.recognizer import Recognizer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,6 +116,23 @@ class ModelOptions:
         if self.fp16 is None:
             return self.precision
         return "fp16" if self.fp16 else "fp32"
+
+    def settings(self) -> dict[str, Any]:
+        """What `stapes.load` takes, but for the model itself."""
+        return {
+            "device": self.device,
+            "precision": self.effective_precision(),
+            "backend": self.backend,
+            "max_vram": self.max_vram,
+            "threads": self.threads,
+            "model_dir": self.model_dir,
+            "offline": self.offline,
+        }
+
+    def load(self, terminal: Terminal, *, language: str | None, task: str = "transcribe") -> Recognizer:
+        """Load the model, showing how far it is."""
+        with terminal.progress("bytes", "loading the model …") as loading:
+            return stapes.load(self.model, task=task, language=language, progress=loading, **self.settings())
 
 
 def _group(name: str, order: int) -> Parameter:
@@ -205,20 +225,7 @@ def _run(
     terminal: Terminal, recordings: Sequence[str], model: ModelOptions, options: TranscribeOptions
 ) -> Generator[Transcript, None, None]:
     """Load the model and transcribe; runs in the background thread."""
-    with terminal.progress("bytes", "loading the model …") as loading:
-        recognizer = stapes.load(
-            model.model,
-            device=model.device,
-            precision=model.effective_precision(),
-            backend=model.backend,
-            max_vram=model.max_vram,
-            threads=model.threads,
-            model_dir=model.model_dir,
-            offline=model.offline,
-            task=options.task,
-            language=options.language,
-            progress=loading,
-        )
+    recognizer = model.load(terminal, language=options.language, task=options.task)
     try:
         if options.language is not None:
             recognizer.check_language(options.language)

@@ -216,29 +216,15 @@ class OnnxWhisperEngine(TorchWhisperEngine):
         codes, ids = list(self.languages), list(self.languages.values())
         return [dict(zip(codes, row, strict=True)) for row in logits[:, 0, ids].softmax(dim=-1).tolist()]
 
-    def _lane(self, request: DecodeRequest) -> Lane:
-        kind = (request.candidates, request.is_beam)
-        if kind not in self.lanes:
-            rows = max(1, self.slots // request.candidates)
-            self.lanes[kind] = OnnxLane(self.model, self.vocabulary, rows, *kind)
-        return self.lanes[kind]
+    def _new_lane(self, rows: int, group: int, beam: bool) -> Lane:
+        return OnnxLane(self.model, self.vocabulary, rows, group, beam)
 
     @torch.inference_mode()
     def admit(self, requests: Sequence[DecodeRequest], encoded: Sequence[Any]) -> list[Slot]:
         prompts = [request.prompt for request in requests]
         picked = [(len(request.prompt) - 1, request.sot_index) for request in requests]
         logits, prefix, memory = self._first(encoded, prompts, picked)
-        no_speech = logits[:, 1].softmax(dim=-1)[:, self.vocabulary.no_speech]
-        lane = self._lane(requests[0])
-        occupied = len(lane.slots)
-        try:
-            slots = lane.admit(requests, memory, prefix, logits[:, 0], no_speech, self.blank)
-        except BaseException:  # out of memory, or interrupted: nobody else knows of these slots yet
-            del lane.slots[occupied:]
-            raise
-        for slot in slots:
-            slot.limit = min(slot.limit, self.exact_tokens or slot.limit)
-        return slots
+        return self._enter(requests, memory, prefix, logits[:, 0], logits[:, 1])
 
     @torch.inference_mode()
     def align(

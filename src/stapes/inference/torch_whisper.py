@@ -99,9 +99,11 @@ class TorchWhisperEngine:
     def _lane(self, request: DecodeRequest) -> Lane:
         kind = (request.candidates, request.is_beam)
         if kind not in self.lanes:
-            rows = max(1, self.slots // request.candidates)
-            self.lanes[kind] = Lane(self.model, self.vocabulary, rows, *kind)
+            self.lanes[kind] = self._new_lane(max(1, self.slots // request.candidates), *kind)
         return self.lanes[kind]
+
+    def _new_lane(self, rows: int, group: int, beam: bool) -> Lane:
+        return Lane(self.model, self.vocabulary, rows, group, beam)
 
     @torch.inference_mode()
     def admit(self, requests: Sequence[DecodeRequest], encoded: Sequence[Any]) -> list[Slot]:
@@ -113,7 +115,21 @@ class TorchWhisperEngine:
         ends = torch.tensor([len(request.prompt) - 1 for request in requests], device=self.device)
         starts = torch.tensor([request.sot_index for request in requests], device=self.device)
         logits = decoder.logits(states[index, ends]).float()
-        at_start = decoder.logits(states[index, starts]).float()
+        return self._enter(requests, memory, prefix, logits, decoder.logits(states[index, starts]).float())
+
+    def _enter(
+        self,
+        requests: Sequence[DecodeRequest],
+        memory: Sequence[Tensor],
+        prefix: list[KeyValue],
+        logits: Tensor,
+        at_start: Tensor,
+    ) -> list[Slot]:
+        """Put windows whose prompts were read into slots.
+
+        memory, prefix: what the decoder keeps of states and prompts. logits, at_start (windows, vocabulary): of what
+        follows the prompt, and <|startoftranscript|>.
+        """
         no_speech = at_start.softmax(dim=-1)[:, self.vocabulary.no_speech]
         lane = self._lane(requests[0])
         occupied = len(lane.slots)
