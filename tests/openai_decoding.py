@@ -58,7 +58,7 @@ def forbid(
         logits[:begin] = FORBIDDEN
         if max_initial >= 0:
             logits[begin + max_initial + 1 :] = FORBIDDEN
-    logprobs = logits.log_softmax(dim=-1)
+    logprobs = logits.double().log_softmax(dim=-1)  # in float32 the softmax itself rounds two that are near to a tie
     if logprobs[begin:].logsumexp(dim=-1) > logprobs[:begin].max():
         logits[:begin] = FORBIDDEN
     return logits
