@@ -73,6 +73,12 @@ def work(folder: str, manifest: str, dev: str) -> None:
         open_run(config, joined, Silent(), resume=True).run()
 
 
+def words(function: str, *arguments: Path) -> list[str]:
+    """A command that calls one of the functions above and leaves as ``stapes train`` does (`stapes.cli.main._leave`)."""
+    command = f"import os, sys; sys.path.insert(0, {str(HERE)!r}); import test_parallel; "
+    return [sys.executable, "-c", f"{command}test_parallel.{function}(*sys.argv[1:]); os._exit(0)", *map(str, arguments)]
+
+
 def start(arguments: list[str], world_size: int) -> list[subprocess.Popen[bytes]]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -105,8 +111,7 @@ def test_ddp_and_fsdp_make_the_steps_of_one_process(tmp_path: Path) -> None:
     trained(half)
     alone, _ = trained(config_for(tmp_path / "alone", manifest, dev, 1))
     del alone
-    command = "import sys; sys.path.insert(0, sys.argv[1]); import test_parallel; test_parallel.work(*sys.argv[2:])"
-    running = start([sys.executable, "-c", command, str(HERE), str(tmp_path), str(manifest), str(dev)], world_size=2)
+    running = start(words("work", tmp_path, manifest, dev), world_size=2)
     for process in running:
         _, said = process.communicate(timeout=120)
         assert process.returncode == 0, said.decode()
@@ -136,11 +141,7 @@ def test_zero_makes_the_steps_of_one_process(tmp_path: Path) -> None:
         config = config_for(tmp_path / name, manifest, dev, 1)
         config.optimizer.ema, config.optimizer.hold_steps, config.run.steps = None, 100, steps
         trained(config)
-    command = (
-        "import sys; sys.path.insert(0, sys.argv[1]); import test_parallel; test_parallel.zero_work(*sys.argv[2:])"
-    )
-    arguments = [sys.executable, "-c", command, str(HERE), str(tmp_path), str(manifest), str(dev)]
-    for process in start(arguments, world_size=2):
+    for process in start(words("zero_work", tmp_path, manifest, dev), world_size=2):
         _, said = process.communicate(timeout=400)  # parts of DeepSpeed are compiled at first use
         assert process.returncode == 0, said.decode()
     expected, one = figures(tmp_path / "alone"), state_of(tmp_path / "alone")

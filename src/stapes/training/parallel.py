@@ -7,6 +7,7 @@ are computed again, compiled layers, then DDP or FSDP2. Which process does what 
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -126,9 +127,11 @@ def parallelize(
     layers: what FSDP2 gathers one by one. dtype: of products. drops_layers: some layers may take no part in a step.
     """
     if strategy == "ddp":
-        return DistributedDataParallel(
-            objective, broadcast_buffers=False, gradient_as_bucket_view=True, find_unused_parameters=drops_layers
-        )
+        with warnings.catch_warnings():  # torch 2.13 renames broadcast_buffers, 2.11 has the old name only
+            warnings.simplefilter("ignore", FutureWarning)
+            return DistributedDataParallel(
+                objective, broadcast_buffers=False, gradient_as_bucket_view=True, find_unused_parameters=drops_layers
+            )
     if strategy == "fsdp":
         policy = MixedPrecisionPolicy(
             param_dtype=None if dtype == torch.float32 else dtype,
