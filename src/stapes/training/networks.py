@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -36,7 +35,6 @@ from stapes.text.files import read_json
 from stapes.training.config import MaskOptions, ModelOptions, TrainConfig
 from stapes.training.objectives import Objective, SpectrogramObjective, Wav2Vec2Objective
 
-_BLANK_BIAS = float(os.environ.get("BB", "3.0"))
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 _LEAST_DEVIATION = 0.02
