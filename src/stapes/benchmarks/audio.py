@@ -68,14 +68,16 @@ def _pip_clips() -> list[Row]:
 
 
 def join(corpus: Corpus, seconds: float, path: Path) -> Recording:
-    """Write a 16-bit wave file of exactly ``seconds``: whole clips in the corpus' order, half a second before each.
+    """Write a 16-bit wave file of exactly ``seconds``: whole clips, the longest first, half a second before each.
 
-    Clips too long for what is left are passed over; what no clip fills stays silent. A corpus shorter than that is
-    heard again from its beginning. Raises UsageError where not one clip fits.
+    The longest first, for where speakers change in the middle of a window greedy decoding may stop early, and how much
+    is left out would decide how fast a system seems. Clips too long for what is left are passed over; what no clip
+    fills stays silent. A corpus shorter than that is heard again. Raises UsageError where not one clip fits.
     """
     total = round(seconds * SAMPLE_RATE)
     gap = round(_GAP * SAMPLE_RATE)
     whole = [row for row in corpus.rows if row.start == 0.0 and row.end is None]
+    whole.sort(key=lambda row: row.duration or 0.0, reverse=True)
     position, passed_over = 0, 0
     texts = []
     with wave.open(str(path), "wb") as file:
