@@ -209,9 +209,16 @@ class Projection(nn.Module):
         self.linear = nn.Linear(channels, config.width)
         self.dropout = nn.Dropout(config.projection_dropout)
 
-    def forward(self, features: Tensor) -> Tensor:
-        normed = self.norm(features) if self.norm is not None else features
+    def normalize(self, features: Tensor) -> Tensor:
+        """What pre-training's quantiser reads too."""
+        return self.norm(features) if self.norm is not None else features
+
+    def project(self, normed: Tensor) -> Tensor:
+        """Normalised features to the width of the encoder."""
         return self.dropout(self.linear(normed))
+
+    def forward(self, features: Tensor) -> Tensor:
+        return self.project(self.normalize(features))
 
 
 class PositionalConvolution(nn.Module):
@@ -325,7 +332,10 @@ class Encoder(nn.Module):
         (batch, frames), bool, are the frames that training hides. In training mode layers are dropped by the CPU's
         generator of random numbers, so that processes with the same seed drop the same.
         """
-        x = self.projection(features)
+        return self.transform(self.projection(features), lengths, hidden)
+
+    def transform(self, x: Tensor, lengths: Tensor | None = None, hidden: Tensor | None = None) -> Tensor:
+        """The same from projected features, (batch, frames, width)."""
         if hidden is not None:
             x = torch.where(hidden[..., None], self.mask_embedding, x)
         x = zero_padding(x, lengths)
