@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterator
-from typing import BinaryIO, Protocol
+from typing import Any, BinaryIO, Protocol
 
 import numpy as np
 import soxr
@@ -19,8 +20,24 @@ from stapes.audio.containers import ContainerFrames
 from stapes.audio.sources import open_reader, printable
 from stapes.errors import AudioError, StapesError, UsageError
 
-AudioSource = str | os.PathLike[str] | bytes | bytearray | memoryview | BinaryIO | np.ndarray
-"""A path (``"-"`` is stdin), a file's content, a binary file object, or samples (with their ``sample_rate``)."""
+
+class DecodedElsewhere(ABC):
+    """A recording that another process decodes. ``name``: what messages call it."""
+
+    name: str
+
+    @abstractmethod
+    def open(self, start: float, end: float | None, channels: str) -> _Frames:
+        """Its frames at 16 kHz, cut and mixed as ``open_audio`` would; again from the beginning at every call.
+
+        Where the frames have an attribute ``speech``, it stands in for a voice activity detector: its ``state()`` and
+        ``probabilities(…)`` give the probabilities that came with the samples.
+        """
+
+
+AudioSource = str | os.PathLike[str] | bytes | bytearray | memoryview | BinaryIO | np.ndarray | DecodedElsewhere
+"""A path (``"-"`` is stdin), a file's content, a binary file object, samples (with their ``sample_rate``), or what
+another process decodes."""
 
 SAMPLE_RATE = 16_000
 """Hz of everything that comes out."""
@@ -75,6 +92,7 @@ class AudioStream:
         duration: seconds expected of what will be yielded, None where unknown. An estimate, for progress only.
         channels: output channels: 1 for a mix or a single channel, all of them for ``separate``.
         warnings: one sentence each; grows while reading.
+        speech: what stands in for a voice activity detector, where the source brings one (`DecodedElsewhere`).
     """
 
     def __init__(
@@ -86,6 +104,7 @@ class AudioStream:
         self._source = source
         self._mixer = _Mixer(source, channels)
         self.channels = self._mixer.outputs
+        self.speech: Any = getattr(source, "speech", None)
         self._start = start
         self._first = round(start * SAMPLE_RATE)
         self._last = None if end is None else round(end * SAMPLE_RATE)
@@ -399,6 +418,9 @@ def open_audio(
         if sample_rate is None or not 1 <= sample_rate <= _MAX_RATE:
             raise UsageError(f"sample_rate is {sample_rate}: give the array's rate in Hz")
         frames = _ArrayFrames(source, round(sample_rate))
+    elif isinstance(source, DecodedElsewhere):
+        frames = source.open(start, end, channels)
+        start, end, channels = 0.0, None, "separate"
     else:
         name, reader = open_reader(source)
         try:

@@ -16,6 +16,14 @@ from stapes.errors import AudioError, UsageError
 
 _HEAD = 1 << 16
 
+_MEDIA_EXTENSIONS = """
+3g2 3gp aac ac3 aif aifc aiff alac amr ape asf au avi caf dts dv f4v flac flv gsm m2ts m4a m4b m4v mka mkv mov mp1 mp2
+mp3 mp4 mpc mpe mpeg mpg mts mxf nut oga ogg ogv opus qt ra rm rmvb sln snd sph spx tta ts vob voc w64 wav wave weba
+webm wma wmv wv
+"""
+MEDIA_EXTENSIONS = frozenset(_MEDIA_EXTENSIONS.split())
+"""What a folder is searched for. A file that is named itself is tried whatever it is called."""
+
 
 def printable(text: str) -> str:
     """``text`` on one line, with whatever cannot be shown escaped (newlines, bytes that are not UTF-8)."""

@@ -272,17 +272,19 @@ class Ingest:
                 for a, b in clips
             ]
             recordings = [self.make(samples) for _ in range(stream.channels)]
-            states: list[Any] = [self.detector.state() for _ in recordings] if self.detector else []
+            detector = self.detector and (stream.speech or self.detector)
+            states: list[Any] = [detector.state() for _ in recordings] if detector else []
             with self.changed:
                 job.channels = recordings
             try:
                 for chunk in _regroup(stream):
-                    if not self._hand_over(job, chunk, states, final=False):
+                    if not self._hand_over(job, chunk, detector, states, final=False):
                         return
             finally:
                 job.warnings, job.damaged = stream.warnings, stream.damaged
                 # What was read before a failure is transcribed all the same.
-                self._hand_over(job, np.zeros((len(recordings), 0), dtype=np.float32), states, final=True)
+                nothing = np.zeros((len(recordings), 0), dtype=np.float32)
+                self._hand_over(job, nothing, detector, states, final=True)
 
     def _read_again(self, job: Job, replay: Replay) -> bool:
         """Read a recording a second time, for the channels that want it. False: they lack something."""
@@ -298,11 +300,13 @@ class Ingest:
         lacking = [recording for _, recording in channels if not recording.finish_again()]
         return not lacking
 
-    def _hand_over(self, job: Job, chunk: np.ndarray, states: list[Any], final: bool) -> bool:
+    def _hand_over(
+        self, job: Job, chunk: np.ndarray, detector: VoiceActivityDetector | None, states: list[Any], final: bool
+    ) -> bool:
         """Find speech in the next samples and hand both to the recordings. False: stopped."""
         probabilities: list[np.ndarray | None] = [None] * len(job.channels)
-        if self.detector is not None:
-            probabilities = list(self.detector.probabilities(states, list(chunk), final=final))
+        if detector is not None:
+            probabilities = list(detector.probabilities(states, list(chunk), final=final))
         for recording, samples, probability in zip(job.channels, chunk, probabilities, strict=True):
             if final:
                 recording.finish(probability)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import resource
 import signal
 import sys
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from stapes.audio.confined import confine
 from stapes.audio.decode import SAMPLE_RATE, open_audio
 from stapes.errors import AudioError, StapesError
 
@@ -80,23 +80,11 @@ def _named(path: str, name: str) -> Any:
     return contextlib.closing(file)
 
 
-def _limit(spool_bytes: int) -> None:
-    for kind, most in (
-        (resource.RLIMIT_AS, _MEMORY),
-        (resource.RLIMIT_FSIZE, spool_bytes),
-        (resource.RLIMIT_CORE, 0),
-        (resource.RLIMIT_NOFILE, 64),
-    ):
-        _, hard = resource.getrlimit(kind)
-        with contextlib.suppress(ValueError, OSError):
-            resource.setrlimit(kind, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
-
-
 def main() -> None:
     """Entry point: ``python -m stapes.serving.decode_worker BYTES``, the most that a decoded file may hold."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # writing fails instead
-    _limit(int(sys.argv[1]))
+    confine(memory=_MEMORY, file_bytes=int(sys.argv[1]), open_files=64)
     answers = sys.stdout
     sys.stdout = sys.stderr
     for line in sys.stdin:
