@@ -2,7 +2,7 @@
 
     checkpoints/step-500/state.pt      everything: weights, optimiser, moving average, where the data stands
     checkpoints/step-500/run.json      step, settings, progress
-    checkpoints/best/step-500/         weights.safetensors and their dev word error rate
+    checkpoints/best/step-500/         weights.safetensors and what dev says of them
 
 Random numbers need no state: those of a step are drawn from the run's seed and the step's number. Each folder appears
 whole or not at all. States are read as plain tensors and values only (``weights_only``).
@@ -31,8 +31,9 @@ class Kept(NamedTuple):
     """Weights of a step that was evaluated."""
 
     score: float
-    """Word error rate on dev."""
-    cer: float
+    """What the best have least of on dev: the word error rate mostly."""
+    figures: dict[str, float]
+    """What dev says of them."""
     step: int
     path: Path
 
@@ -81,19 +82,21 @@ class Checkpoints:
             try:
                 record = json.loads((path / "score.json").read_text(encoding="utf-8"))
                 place = path / "weights.safetensors"
-                found.append(Kept(float(record["wer"]), float(record["cer"]), int(record["step"]), place))
-            except (OSError, ValueError, KeyError):  # not whole: another program's, or being removed
+                found.append(Kept(float(record["score"]), dict(record["figures"]), int(record["step"]), place))
+            except (OSError, ValueError, KeyError, TypeError):  # not whole: another program's, or being removed
                 continue
         return sorted(found, key=lambda kept: (kept.score, -kept.step))
 
-    def save_weights(self, step: int, wer: float, cer: float, weights: Mapping[str, Tensor]) -> None:
+    def save_weights(
+        self, step: int, score: float, figures: Mapping[str, float], weights: Mapping[str, Tensor]
+    ) -> None:
         """Keep weights if they are among the best. Raises OutputError."""
         keep = max(self.options.keep_best, self.options.average, 1)
-        if len(self.best()) >= keep and wer > self.best()[keep - 1].score:
+        if len(self.best()) >= keep and score > self.best()[keep - 1].score:
             return
         with written_whole(self.folder / "best" / f"step-{step}") as folder:
             save_file({name: tensor.contiguous() for name, tensor in weights.items()}, folder / "weights.safetensors")
-            record = {"step": step, "wer": wer, "cer": cer}
+            record = {"step": step, "score": score, "figures": dict(figures)}
             (folder / "score.json").write_text(json.dumps(record) + "\n", encoding="utf-8")
         for kept in self.best()[keep:]:
             shutil.rmtree(kept.path.parent, ignore_errors=True)

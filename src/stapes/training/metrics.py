@@ -6,9 +6,9 @@ import json
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, Self
 
 import torch
 
@@ -87,7 +87,7 @@ class Window:
 
     loss: float = 0.0
     units: float = 0.0
-    """Target tokens."""
+    """What the loss is a mean over: target tokens mostly."""
     seconds: float = 0.0
     """Of audio, without padding."""
     padded_seconds: float = 0.0
@@ -96,15 +96,24 @@ class Window:
     """Of the networks, forwards and backwards."""
     skipped: float = 0.0
     """Utterances that could not be read or said."""
+    figures: list[float] = field(default_factory=list)
+    """Sums of what the objective says besides (`Losses.figures`)."""
+
+    def add(self, loss: float, figures: Sequence[float]) -> None:
+        """Count a step that was made."""
+        self.loss += loss
+        self.figures = [a + b for a, b in zip(self.figures or [0.0] * len(figures), figures, strict=True)]
 
     def tensor(self) -> torch.Tensor:
         """For summing over the processes."""
-        return torch.tensor([getattr(self, name) for name in self.__slots__], dtype=torch.float64)
+        numbers = [getattr(self, each.name) for each in fields(self) if each.name != "figures"]
+        return torch.tensor([*numbers, *self.figures], dtype=torch.float64)
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Window:
         """The other way round."""
-        return cls(*tensor.tolist())
+        values, count = tensor.tolist(), len(fields(cls)) - 1
+        return cls(*values[:count], values[count:])
 
 
 def rates(
@@ -131,9 +140,35 @@ def rates(
     return values
 
 
+class DevScores(Protocol):
+    """What is found on dev utterances, to be summed over batches and processes."""
+
+    @property
+    def score(self) -> float:
+        """What the best weights have least of."""
+        ...
+
+    def figures(self) -> dict[str, float]:
+        """For the log."""
+        ...
+
+    def text(self) -> str:
+        """For people."""
+        ...
+
+    def tensor(self) -> torch.Tensor:
+        """For summing over the processes, float64."""
+        ...
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Self:
+        """The other way round."""
+        ...
+
+
 @dataclass(slots=True)
-class Scores:
-    """Errors on dev utterances."""
+class TextScores:
+    """Errors of transcripts of dev utterances."""
 
     word_errors: int = 0
     words: int = 0
@@ -156,10 +191,23 @@ class Scores:
         return torch.tensor([float(getattr(self, name)) for name in self.__slots__], dtype=torch.float64)
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> Scores:
+    def of(cls, tensor: torch.Tensor) -> TextScores:
         """The other way round."""
         values = tensor.tolist()
         return cls(*(round(value) for value in values[:4]), *values[4:])
+
+    @property
+    def score(self) -> float:
+        """The word error rate."""
+        return self.wer
+
+    def figures(self) -> dict[str, float]:
+        """For the log."""
+        return {"loss": self.loss / max(1.0, self.units), "wer": self.wer, "cer": self.cer}
+
+    def text(self) -> str:
+        """For people."""
+        return f"WER {100 * self.wer:.2f} %, CER {100 * self.cer:.2f} %"
 
     @property
     def wer(self) -> float:

@@ -6,7 +6,7 @@ in the run's precision (autocast); spectrograms, log-softmax and losses are floa
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -23,8 +23,10 @@ from stapes.models.ctc_head import CTC
 from stapes.models.ctc_loss import ctc_losses
 from stapes.models.hybrid import Hybrid, state_mask
 from stapes.models.wav2vec2 import Wav2Vec2
+from stapes.models.wav2vec2_pretraining import Wav2Vec2Pretraining
 from stapes.models.waveform import normalize_waveform
 from stapes.text.ctc_tokenizer import CTCTokenizer
+from stapes.training.metrics import DevScores, TextScores
 
 HideFrames = Callable[[Tensor, int, Tensor], Tensor]
 """Which frames wav2vec 2.0 hides: real frames of each row (batch,), frames of the batch, the rows' keys (batch,) →
@@ -64,6 +66,8 @@ class Losses(NamedTuple):
     """Each utterance's loss (batch,), without a gradient."""
     impossible: list[str]
     """Utterances whose text cannot be said in so short a time, in words."""
+    figures: tuple[Tensor, ...] = ()
+    """Further sums over the batch, scalars, which `Objective.figures` puts into words."""
 
 
 class Evaluated(NamedTuple):
@@ -87,16 +91,18 @@ class _Outputs(NamedTuple):
 class Objective(nn.Module):
     """A network and what it is to minimise. Subclasses say how; this class is what they share."""
 
-    network: CTC | Hybrid | Wav2Vec2
+    network: CTC | Hybrid | Wav2Vec2 | Wav2Vec2Pretraining
+    tokenizer: CTCTokenizer | None
+    """None: nothing is written."""
 
-    def __init__(self, network: nn.Module, tokenizer: CTCTokenizer, dtype: torch.dtype) -> None:
+    def __init__(self, network: nn.Module, tokenizer: CTCTokenizer | None, dtype: torch.dtype) -> None:
         super().__init__()
         self.network = network  # pyright: ignore[reportAttributeAccessIssue]
         self.tokenizer = tokenizer
         self.dtype = dtype
 
     def units(self, batch: Batch) -> float:
-        """What the loss is a mean over: target tokens. From the host's batch, fillers left out."""
+        """What the loss is a mean over: target tokens here. From the host's batch, fillers left out."""
         return float((batch.target_lengths * batch.weights).sum())
 
     def autocast(self, device: torch.device) -> torch.autocast:
@@ -111,11 +117,47 @@ class Objective(nn.Module):
         """The loss of a batch, and what the network writes for each row, greedily."""
         raise NotImplementedError
 
+    @property
+    def drops_layers(self) -> bool:
+        """Whether layers may be left out of a step, the same ones by all processes."""
+        return False
+
+    def at_step(self, step: int) -> None:
+        """Make ready for a step, counted from 0: what changes over a run is set here."""
+
+    def figures(self, sums: Sequence[float]) -> dict[str, float]:
+        """What `Losses.figures` say, summed over some batches of all processes; for the log."""
+        return {}
+
+    def watch(self, figures: Mapping[str, float]) -> None:
+        """Look at each line of the log. Raises StapesError where going on is of no use."""
+
+    def scores(self) -> DevScores:
+        """What dev utterances are counted in."""
+        return TextScores()
+
+    def judge(self, scores: DevScores, batch: Batch, found: Evaluated) -> list[str]:
+        """Count what was found of a batch (on the host) into ``scores``. Returns some of it for people to read."""
+        assert isinstance(scores, TextScores)
+        assert self.tokenizer is not None
+        scores.loss += float(found.losses.total)
+        scores.units += self.units(batch)
+        samples = []
+        for row in batch.weights.nonzero()[:, 0].tolist():
+            # Both as the vocabulary writes them, which may be in one case only.
+            reference = self.tokenizer.decode(batch.targets[row, : int(batch.target_lengths[row])].tolist())
+            hypothesis = self.tokenizer.decode(found.tokens[row])
+            scores.add(reference, hypothesis)
+            samples.append(f"{batch.ids[row]}: {reference} → {hypothesis}")
+        return samples
+
     def _greedy(self, logits: Tensor, frames: list[int]) -> list[list[int]]:
+        assert self.tokenizer is not None
         return [[token.id for token in row] for row in greedy(logits, frames, self.tokenizer.blank_id)]
 
     def _ctc(self, logits: Tensor, frames: list[int], prepared: Prepared) -> tuple[Tensor, list[str]]:
         """Each row's CTC loss (batch,), and what is impossible."""
+        assert self.tokenizer is not None
         found = ctc_losses(
             logits.float().log_softmax(dim=-1),
             frames,
@@ -244,6 +286,10 @@ class Wav2Vec2Objective(Objective):
     ) -> None:
         super().__init__(network, tokenizer, dtype)
         self.normalize, self.hide = normalize, hide
+
+    @property
+    def drops_layers(self) -> bool:
+        return self.network.config.layer_drop > 0
 
     def _logits(self, prepared: Prepared) -> tuple[Tensor, list[int]]:
         config, lengths = self.network.config, prepared.lengths

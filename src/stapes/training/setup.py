@@ -76,13 +76,12 @@ def open_run(config: TrainConfig, processes: Processes, progress: Progress, *, r
         seconds = _largest_that_fits(config, manifest, tokenizer, processes, objective, seconds, progress)
     data = _data(config, manifest, tokenizer, processes, seconds, train=True)
     total = config.run.steps or max(1, round((config.run.epochs or 0) * data.steps(0)))
-    drops = source is not None and source.kind == "wav2vec2" and config.model.layer_drop > 0
     if strategy == "deepspeed":
         optimizer = DeepSpeedOptimizer(objective, network, config.optimizer, config.parallel, total, processes)
         wrapped = optimizer.engine
     else:
         wrapped = parallelize(
-            objective, layers, processes, strategy, config.parallel, DTYPES[precision], drops_layers=drops
+            objective, layers, processes, strategy, config.parallel, DTYPES[precision], drops_layers=objective.drops_layers
         )
         optimizer = Optimizer(
             network,

@@ -45,14 +45,18 @@ class Result:
     """What a run came to."""
 
     model: Path | None
-    """The folder that ``stapes transcribe --model`` opens; None where the run was interrupted before there was one."""
+    """The folder with the model; None where the run was interrupted before there was one."""
     steps: int
     wer: float | None
-    """On dev, of the weights that were taken; None without dev manifests."""
+    """On dev, of the weights that were taken; None without dev manifests, or where nothing is written."""
     cer: float | None
     seconds: float
     """Of training and evaluation, in all sittings."""
     interrupted: bool
+    loss: float | None = None
+    """On dev."""
+    accuracy: float | None = None
+    """Of the contrastive task, on dev."""
 
 
 @dataclass
@@ -61,7 +65,8 @@ class Running:
 
     step: int
     figures: Tensor
-    """Loss (sum), gradient norm, whether it was skipped: float64 on the host, valid when ``ready``."""
+    """Loss (sum), gradient norm, whether it was skipped, what the objective says besides: float64 on the host, valid
+    when ``ready``."""
     ready: torch.cuda.Event | None
     rows: list[tuple[tuple[str, ...], Tensor]]
     """Ids and losses of each batch's utterances."""
@@ -173,11 +178,12 @@ class Trainer:
         norm, bad = self.optimizer.step()
         self._settle()
         total = torch.stack([each.total for each in losses]).sum()
-        figures = torch.stack([total.double(), norm.double(), bad.double()])
+        others = [torch.stack(column).sum() for column in zip(*(each.figures for each in losses), strict=True)]
+        figures = torch.stack([each.double() for each in (total, norm, bad, *others)])
         ready = None
         if device.type == "cuda":
             # Into pinned memory, for the host waits for a copy into any other.
-            figures = torch.empty(3, dtype=torch.float64, pin_memory=True).copy_(figures, non_blocking=True)
+            figures = torch.empty_like(figures, device="cpu", pin_memory=True).copy_(figures, non_blocking=True)
             ready = torch.cuda.Event()
             ready.record()
         rows = [(batch.ids, each.rows) for batch, each in zip(batches, losses, strict=False)]
@@ -200,11 +206,12 @@ class Trainer:
         """The loss is a mean over the target tokens of all processes."""
         objective, rank = self.objective, self.processes.rank
         objective.train()
+        objective.at_step(self.step)
         # Layers that are left out are drawn on the CPU, the same ones by all processes.
         torch.manual_seed(mix(self.config.seed, self.step) >> 1)
         if self.device.type == "cuda":
             torch.cuda.manual_seed(mix(self.config.seed, self.step, rank) >> 1)
-        elif not self.config.model.layer_drop or self.source is None:
+        elif not objective.drops_layers:
             torch.manual_seed(mix(self.config.seed, self.step, rank) >> 1)
         self.optimizer.zero_grad()
         scale = self.processes.world_size / units.clamp(min=1)
@@ -252,11 +259,11 @@ class Trainer:
             return
         if running.ready is not None:
             running.ready.synchronize()
-        loss, norm, bad = running.figures.tolist()
+        loss, norm, bad, *others = running.figures.tolist()
         self._norm = norm
         if not bad:
             self.bad_steps = 0
-            self.window.loss += loss
+            self.window.add(loss, others)
             return
         self.bad_steps += 1
         infinite = [
@@ -307,8 +314,15 @@ class Trainer:
         now = time.perf_counter()
         elapsed, self._window_begun = now - self._window_begun, now
         self.window = Window()
-        if self.log is None:
-            return
+        said = self.objective.figures(summed.figures)
+        if self.log is not None:
+            self._write_line(self.log, summed, said, now, elapsed)
+        self.objective.watch(said)
+
+    def _write_line(
+        self, log: MetricsLog, summed: Window, said: Mapping[str, float], now: float, elapsed: float
+    ) -> None:
+        """Write a line of figures, and now and then the loss on the screen."""
         steps = max(1, self.data.steps(self.data.epoch))
         values = {
             "epoch": self.data.epoch,
@@ -322,10 +336,11 @@ class Trainer:
                 self.processes.world_size,
                 ask_driver=now - self._asked > _SECONDS_BETWEEN_READINGS,
             ),
+            **said,
             "epoch_seconds": steps * elapsed / self.config.run.log_every,
         }
         self._asked = now if "gpu_utilisation" in values else self._asked
-        self.log.write(self.step, "train", {name: rounded(value) for name, value in values.items()})
+        log.write(self.step, "train", {name: rounded(value) for name, value in values.items()})
         if now - self._noted > _SECONDS_BETWEEN_NOTES:
             self._noted = now
             self.progress.note(f"step {self.step} of {self.optimizer.total_steps}: loss {values['loss']:.3f}")
@@ -343,7 +358,7 @@ class Trainer:
         return self._stopped or late
 
     def _evaluate(self) -> bool:
-        """Transcribe the dev utterances, keep what is good. Whether it is time to stop because it gets no better."""
+        """Judge by the dev utterances, keep what is good. Whether it is time to stop because it gets no better."""
         self._settle()
         if self.dev is None:
             self._save()
@@ -354,23 +369,15 @@ class Trainer:
             scores, samples = score_dev(self.objective, self.dev, self.processes, self.config.run)
         self._evaluated = self.step
         before = self.checkpoints.best()
-        self.worse = 0 if not before or scores.wer < before[0].score else self.worse + 1
+        self.worse = 0 if not before or scores.score < before[0].score else self.worse + 1
         self.processes.wait()
         if self.log is not None:
-            self.checkpoints.save_weights(self.step, scores.wer, scores.cer, weights)
+            self.checkpoints.save_weights(self.step, scores.score, scores.figures(), weights)
             if not self.worse:
                 self._write_model(weights)
-            values = {
-                "loss": scores.loss / max(1.0, scores.units),
-                "wer": scores.wer,
-                "cer": scores.cer,
-                "seconds": time.perf_counter() - begun,
-            }
+            values = {**scores.figures(), "seconds": time.perf_counter() - begun}
             self.log.write(self.step, "dev", {name: rounded(value) for name, value in values.items()}, samples)
-            self.progress.note(
-                f"step {self.step} of {self.optimizer.total_steps}: WER {100 * scores.wer:.2f} %, CER "
-                f"{100 * scores.cer:.2f} % on dev"
-            )
+            self.progress.note(f"step {self.step} of {self.optimizer.total_steps}: {scores.text()} on dev")
         self._save()
         self._window_begun += time.perf_counter() - begun
         patience = self.config.run.patience
@@ -419,19 +426,21 @@ class Trainer:
         if self._evaluated != self.step:
             self._evaluate()
         kept = self.checkpoints.best()
-        wer, cer = kept[0].score, kept[0].cer
+        found = kept[0].figures
         count = min(self.config.checkpoint.average, len(kept))
         if count > 1:
             averaged = average_weights(kept[:count])
             self.optimizer.set_weights(averaged)
             with self.optimizer.averaged():
                 scores, _ = score_dev(self.objective, self.dev, self.processes, self.config.run)
-            self.progress.note(f"the mean of the best {count}: WER {100 * scores.wer:.2f} %, {100 * wer:.2f} % alone")
-            if scores.wer < wer:
-                wer, cer = scores.wer, scores.cer
+            self.progress.note(f"the mean of the best {count}: {scores.text()}; a score of {kept[0].score:.4f} alone")
+            if scores.score < kept[0].score:
+                found = scores.figures()
                 if self.log is not None:
                     self._write_model(averaged)
         if self.log is not None:
-            self.log.write(self.step, "result", {"wer": rounded(wer), "cer": rounded(cer), "seconds": self.seconds})
+            values = {name: rounded(value) for name, value in found.items()}
+            self.log.write(self.step, "result", {**values, "seconds": self.seconds})
         self.processes.wait()
-        return Result(model, self.step, wer, cer, self.seconds, False)
+        wer, cer = found.get("wer"), found.get("cer")
+        return Result(model, self.step, wer, cer, self.seconds, False, found.get("loss"), found.get("accuracy"))
