@@ -342,12 +342,19 @@ def _save(checkpoint: Wav2Vec2Checkpoint, weights: Iterator[tuple[str, Tensor]],
             shutil.copyfile(file, folder / file.name)
 
 
-def write_wav2vec2_settings(checkpoint: Wav2Vec2Checkpoint, folder: Path, dtype: str, *, masks: bool = False) -> None:
-    """All that a model's folder has beside its weights. ``masks``: the embedding of hidden frames is among them."""
+def write_wav2vec2_settings(
+    checkpoint: Wav2Vec2Checkpoint, folder: Path, dtype: str, *, masks: bool = False, architecture: str | None = None
+) -> None:
+    """All that a model's folder has beside its weights.
+
+    ``masks``: the embedding of hidden frames is among them. ``architecture``: the class of ``transformers`` that opens
+    it; None: that of CTC, or of the bare network.
+    """
     config, tokenizer = checkpoint.config, checkpoint.tokenizer
     settings = dict(checkpoint.settings) | settings_of(config)
     settings["model_type"] = checkpoint.kind
-    settings["architectures"] = [_CLASSES[checkpoint.kind] + ("ForCTC" if config.vocab_size else "Model")]
+    usual = _CLASSES[checkpoint.kind] + ("ForCTC" if config.vocab_size else "Model")
+    settings["architectures"] = [architecture or usual]
     settings["dtype"] = dtype
     settings.pop("torch_dtype", None)
     if not masks:

@@ -154,7 +154,7 @@ class TrainingData:
         tokenizer: text to token ids.
         budget_seconds: most seconds of one batch, padding included.
         augment: changes to the recordings; None leaves them as they are.
-        world_size, rank, seed, accumulate, buckets, max_rows, shuffle: see ``BucketSampler``.
+        world_size, rank, seed, accumulate, buckets, edges, max_rows, shuffle: see ``BucketSampler``.
         workers: processes that read ahead; 0 reads in the loop itself.
         prefetch: batches that each of them reads ahead.
         pin_memory: None: where there is a GPU.
@@ -174,6 +174,7 @@ class TrainingData:
         seed: int = 0,
         accumulate: int = 1,
         buckets: int = 32,
+        edges: np.ndarray | None = None,
         max_rows: int | None = None,
         shuffle: bool = True,
         workers: int = 0,
@@ -194,6 +195,7 @@ class TrainingData:
             max_rows=max_rows,
             speeds=(1.0,) if augment is None else augment.speeds,
             keys=manifest.keys,
+            edges=edges,
             shuffle=shuffle,
         )
         self.skipped: dict[str, Skipped] = {}

@@ -89,6 +89,7 @@ class BucketSampler:
         speeds: an utterance is played at one of these in an epoch, chosen by its hash, and sorted by the length that
             it then has.
         keys: what stands for each utterance in hashes, uint64 (n,); its number where not given.
+        edges: the lengths of the buckets (seconds, ascending) where these are known; the last holds all.
         shuffle: False gives the longest first, in the same order in every epoch.
 
     Raises UsageError for arguments that make no sense, and where the longest utterance does not fit into the budget.
@@ -107,6 +108,7 @@ class BucketSampler:
         max_rows: int | None = None,
         speeds: Sequence[float] = (1.0,),
         keys: np.ndarray | None = None,
+        edges: np.ndarray | None = None,
         shuffle: bool = True,
     ) -> None:
         self._lengths = np.asarray(lengths_seconds, np.float64)
@@ -124,7 +126,8 @@ class BucketSampler:
         self._keys = np.arange(len(self._lengths), dtype=np.uint64) if keys is None else np.asarray(keys, np.uint64)
         self._shuffle = shuffle
         # Each length at each speed: the buckets are the same in every epoch, and for any budget and number of ranks.
-        self._edges = bucket_lengths((self._lengths[:, None] / self._speeds).reshape(-1), buckets)
+        played = (self._lengths[:, None] / self._speeds).reshape(-1)
+        self._edges = bucket_lengths(played, buckets) if edges is None else np.asarray(edges, np.float64)
         self._cutting = _Cutting(world_size * accumulate, float(budget_seconds), max_rows)
         if self._edges[-1] > budget_seconds + 1e-9:
             raise UsageError(

@@ -12,7 +12,9 @@ from torch import Tensor, nn
 
 from stapes.models.waveform import is_real
 
-_TIME_START, _TIME_WIDTH, _FREQUENCY_START, _FREQUENCY_WIDTH, _SPANS, _ROUNDING = range(1, 7)  # what a hash is for
+_TIME_START, _TIME_WIDTH, _FREQUENCY_START, _FREQUENCY_WIDTH, _SPANS, _ROUNDING, _NEGATIVES = range(
+    1, 8
+)  # what a hash is for
 
 
 def uniforms(keys: Tensor, purpose: int, count: int) -> Tensor:
@@ -121,3 +123,19 @@ def span_mask(
     begun = starts.to(torch.int32).cumsum(1)
     before = nn.functional.pad(begun, (length, 0))[:, :positions]
     return begun > before
+
+
+def sample_negatives(mask: Tensor, keys: Tensor, count: int) -> Tensor:
+    """For each masked position ``count`` others of the row that are masked too: int64 (batch, positions, count).
+
+    Each of them is as likely as any other, and may come twice. What is said for positions that are not masked, and in
+    rows with one masked position, means nothing. mask: bool (batch, positions). keys: int64 (batch,).
+    """
+    positions = mask.shape[1]
+    masked = mask.sum(1)
+    order = mask.to(torch.int8).argsort(dim=1, descending=True, stable=True)  # the masked positions first
+    ranks = mask.to(torch.int64).cumsum(1) - 1
+    chance = uniforms(keys, _NEGATIVES, positions * count).unflatten(1, (positions, count))
+    drawn = (chance * (masked - 1).clamp(min=1)[:, None, None]).long()
+    drawn = (drawn + (drawn >= ranks[..., None])).clamp(max=positions - 1)
+    return order.gather(1, drawn.flatten(1)).unflatten(1, (positions, count))

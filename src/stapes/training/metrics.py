@@ -112,8 +112,8 @@ class Window:
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Window:
         """The other way round."""
-        values, count = tensor.tolist(), len(fields(cls)) - 1
-        return cls(*values[:count], values[count:])
+        values, names = tensor.tolist(), [each.name for each in fields(cls) if each.name != "figures"]
+        return cls(**dict(zip(names, values, strict=False)), figures=values[len(names) :])
 
 
 def rates(
