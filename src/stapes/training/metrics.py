@@ -160,8 +160,7 @@ class DevScores(Protocol):
         """For summing over the processes, float64."""
         ...
 
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> Self:
+    def of(self, tensor: torch.Tensor) -> Self:
         """The other way round."""
         ...
 
