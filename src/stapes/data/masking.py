@@ -1,4 +1,4 @@
-"""Masks on the device: SpecAugment on spectrograms, and wav2vec 2.0's spans on features.
+"""Masks on the device: SpecAugment on spectrograms, wav2vec 2.0's spans on features, and what else it draws.
 
 Where masks fall is a function of each utterance's ``keys`` alone (``Batch.keys``: seed, epoch and id), computed on the
 device with integers. So a mask is the same in any batch, at any padding, on any number of ranks and on every kind of
@@ -12,9 +12,8 @@ from torch import Tensor, nn
 
 from stapes.models.waveform import is_real
 
-_TIME_START, _TIME_WIDTH, _FREQUENCY_START, _FREQUENCY_WIDTH, _SPANS, _ROUNDING, _NEGATIVES = range(
-    1, 8
-)  # what a hash is for
+_TIME_START, _TIME_WIDTH, _FREQUENCY_START, _FREQUENCY_WIDTH = range(1, 5)  # what a hash is for
+_SPANS, _ROUNDING, _NEGATIVES, _NOISE = range(5, 9)
 
 
 def uniforms(keys: Tensor, purpose: int, count: int) -> Tensor:
@@ -139,3 +138,8 @@ def sample_negatives(mask: Tensor, keys: Tensor, count: int) -> Tensor:
     drawn = (chance * (masked - 1).clamp(min=1)[:, None, None]).long()
     drawn = (drawn + (drawn >= ranks[..., None])).clamp(max=positions - 1)
     return order.gather(1, drawn.flatten(1)).unflatten(1, (positions, count))
+
+
+def gumbel_noise(keys: Tensor, count: int) -> Tensor:
+    """Standard Gumbel noise, float32 (batch, count), from ``keys`` int64 (batch,)."""
+    return -(-uniforms(keys, _NOISE, count).clamp(min=2.0**-25).log()).log()

@@ -1,8 +1,7 @@
 """Self-supervised training of wav2vec 2.0: the contrastive objective, and the network that it begins with.
 
-Masks and negatives are drawn on the device from each utterance's key, so that they are the same in any batch, on any
-number of processes and after going on from a checkpoint; the quantiser's noise comes from the device's generator, which
-the trainer seeds for each step.
+Masks, negatives and the quantiser's noise are drawn on the device from each utterance's key: they are the same in any
+batch, on any number of processes and after going on from a checkpoint.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from stapes.checkpoints.wav2vec2_pretraining import load_pretraining, open_pretraining
 from stapes.data.batching import Batch
-from stapes.data.masking import sample_negatives, span_mask
+from stapes.data.masking import gumbel_noise, sample_negatives, span_mask
 from stapes.errors import StapesError, UsageError
 from stapes.models.wav2vec2 import Wav2Vec2Config
 from stapes.models.wav2vec2_pretraining import (
@@ -166,6 +165,10 @@ class ContrastiveObjective(Objective):
         if self.normalize:
             waveform = normalize_waveform(waveform, prepared.lengths)
         mask, negatives = self.hide(prepared)
+        noise = None
+        if self.training:
+            shape = (mask.shape[1], config.code_groups, config.codes)
+            noise = gumbel_noise(batch.keys, math.prod(shape)).unflatten(1, shape)
         with self.autocast(waveform.device):
             out: PretrainingOutput = self.network(
                 waveform,
@@ -173,6 +176,7 @@ class ContrastiveObjective(Objective):
                 mask,
                 negatives,
                 temperature=self.temperature,
+                noise=noise,
                 feature_gradient=options.feature_gradient,
             )
         loss = out.contrastive / out.hidden.clamp(min=1)
