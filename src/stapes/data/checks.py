@@ -102,6 +102,8 @@ class Limits:
     """Frames a second that the model gives: CTC needs one for each token, and one more between two equal ones."""
     max_characters_per_second: float = 30.0
     """Of longer texts; nobody speaks so fast."""
+    untranscribed: bool = False
+    """There may be no text."""
 
 
 def fingerprint(row: Row, convert: str | None) -> str:
@@ -176,7 +178,7 @@ def rejected(
         return facts.code, facts.error
     if facts.damaged:
         return "damaged", facts.damaged
-    if not text:
+    if not text and not limits.untranscribed:
         return "no text", f"nothing of {row.text[:60]!r} is a word" if row.text.strip() else "its text is empty"
     if row.duration is not None:
         slack, share = _DURATION_SLACK

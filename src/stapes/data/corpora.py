@@ -66,6 +66,8 @@ class ReadOptions:
     """jsonl and csv: which field the text is in."""
     language: str | None = None
     """Of rows that say none."""
+    untranscribed: bool = False
+    """folder, jsonl and csv: texts may be missing."""
 
 
 Reader = Callable[[Path, ReadOptions], Iterator[Row | BadRow]]
@@ -199,8 +201,10 @@ def folder(source: Path, options: ReadOptions) -> Iterator[Row | BadRow]:
             try:
                 text = text_file.read_text(encoding="utf-8-sig")
             except FileNotFoundError:
-                yield BadRow(str(audio), "no text", f"there is no {text_file.name} beside it")
-                continue
+                if not options.untranscribed:
+                    yield BadRow(str(audio), "no text", f"there is no {text_file.name} beside it")
+                    continue
+                text = ""
             except (OSError, UnicodeDecodeError) as error:
                 yield BadRow(str(audio), "no text", f"{text_file.name} cannot be read ({error})")
                 continue
@@ -328,7 +332,9 @@ def _plain_row(where: str, value: dict[str, Any], options: ReadOptions, folder: 
     if not isinstance(audio, str) or not audio:
         return BadRow(where, "manifest", "it has no 'audio'")
     if not isinstance(text, str):
-        return BadRow(where, "no text", f"it has no {options.text_field or 'text'!r}")
+        if not options.untranscribed:
+            return BadRow(where, "no text", f"it has no {options.text_field or 'text'!r}")
+        text = ""
     try:
         start = _number(value, "offset") or 0.0
         duration = _number(value, "duration")

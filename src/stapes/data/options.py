@@ -29,6 +29,9 @@ class PrepareOptions:
     text_field: str | None = None
     """jsonl and csv: the field that the text is in."""
 
+    untranscribed: bool = False
+    """Keep recordings without a text, and take no notice of texts: for pre-training."""
+
     vocabulary: Path | None = None
     """A model's folder: texts that its vocab.json cannot spell are rejected."""
 

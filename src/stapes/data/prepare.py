@@ -77,7 +77,7 @@ def prepare(
         raise UsageError(f"--jobs is {options.jobs}: give a number of processes from 1")
     tokenizer = None if options.vocabulary is None else CTCTokenizer.from_folder(options.vocabulary)
     limits = Limits(**{name: getattr(options, name) for name in Limits.__slots__})
-    read = ReadOptions(text_field=options.text_field, language=options.language)
+    read = ReadOptions(text_field=options.text_field, language=options.language, untranscribed=options.untranscribed)
 
     rows: Callable[[], Iterable[Row | BadRow]] = partial(read_corpus, corpus, source, read)
     if corpus not in CORPORA:  # a recipe of lhotse has read everything before it gives the first row
@@ -314,7 +314,8 @@ def _decide(
 ) -> None:
     """Write an utterance to its manifest, or note why not."""
     assert row.split is not None
-    text = normalize_text(row.text, options.normalize, row.language, options.case)
+    spoken = "" if options.untranscribed else row.text
+    text = normalize_text(spoken, options.normalize, row.language, options.case)
     unknown, tokens = "", text
     if tokenizer is not None:
         unknown = "".join(dict.fromkeys(character for character in text if not tokenizer.can_spell(character)))
@@ -328,7 +329,8 @@ def _decide(
         return
     run.seen_audio.setdefault(digest, row.id)
     if row.speaker is not None:
-        run.said[hash((row.speaker, text))] += 1
+        if text:
+            run.said[hash((row.speaker, text))] += 1
         run.speaker_splits.setdefault(row.speaker, set()).add(row.split)
     run.splits.setdefault(row.split, SplitStatistics()).add(facts.seconds, text, row.speaker, row.language)
     manifests.write(row.split, cut(row, text, facts, manifests.out))
