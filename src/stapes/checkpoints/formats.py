@@ -6,8 +6,8 @@ run in, and both forget the original before the next one is read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -119,3 +119,7 @@ class WhisperCheckpoint:
     alignment_heads: tuple[tuple[int, int], ...] | None = None
     suppress_tokens: tuple[int, ...] | None = None
     begin_suppress_tokens: tuple[int, ...] | None = None
+    language_tokens: Mapping[str, str] = field(default_factory=dict)
+    """Languages that have no token and were taught by that of another: code → that one's code."""
+    scheme: Precision | None = None
+    stored: Callable[[str], Quantized | None] | None = None

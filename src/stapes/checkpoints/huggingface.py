@@ -12,6 +12,7 @@ from stapes.checkpoints.tensors import open_tensors, read_tensors, weight_files
 from stapes.errors import ModelError
 from stapes.models.whisper import WhisperConfig
 from stapes.text.files import read_json
+from stapes.text.tokenizers import LANGUAGES
 
 
 def open_huggingface(folder: Path, name: str | None = None, *, has_weights: bool = True) -> WhisperCheckpoint:
@@ -51,7 +52,19 @@ def open_huggingface(folder: Path, name: str | None = None, *, has_weights: bool
         alignment_heads=pairs(heads),
         suppress_tokens=tuple(suppress) if suppress is not None else None,
         begin_suppress_tokens=tuple(begin) if begin is not None else None,
+        language_tokens=reused_languages(folder),
     )
+
+
+def reused_languages(folder: Path) -> dict[str, str]:
+    """Languages that share the token of one that Whisper knows → that one, as ``generation_config.json`` says."""
+    file = folder / "generation_config.json"
+    ids = read_json(file).get("lang_to_id") if file.exists() else None
+    if not isinstance(ids, dict):
+        return {}
+    codes = {token.removeprefix("<|").removesuffix("|>"): id for token, id in ids.items()}
+    own = {id: code for code, id in codes.items() if code in LANGUAGES}
+    return {code: own[id] for code, id in codes.items() if code not in LANGUAGES and id in own}
 
 
 def has_weights(folder: Path) -> bool:

@@ -47,14 +47,20 @@ def write_settings(checkpoint: WhisperCheckpoint, folder: Path, dtype: str) -> N
     tokenizer = _tokenizer_of(checkpoint)
     files = {
         "config.json": _config(checkpoint, tokenizer, dtype),
-        "generation_config.json": _generation(checkpoint, tokenizer),
         "preprocessor_config.json": _preprocessor(checkpoint),
         "tokenizer_config.json": _tokenizer(),
     }
     for name, value in files.items():
         (folder / name).write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+    write_generation(checkpoint, folder)
     assert checkpoint.tokenizer is not None
     shutil.copyfile(checkpoint.tokenizer, folder / "tokenizer.json")
+
+
+def write_generation(checkpoint: WhisperCheckpoint, folder: Path) -> None:
+    """What decoding needs to know: markers, languages, what is never written. Raises ModelError without a tokenizer."""
+    settings = _generation(checkpoint, _tokenizer_of(checkpoint))
+    (folder / "generation_config.json").write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
 
 
 def _tokenizer_of(checkpoint: WhisperCheckpoint) -> WhisperTokenizer:
@@ -108,7 +114,8 @@ def _generation(checkpoint: WhisperCheckpoint, tokenizer: WhisperTokenizer) -> d
         "begin_suppress_tokens": list(begin if begin is not None else (*tokenizer.encode(" "), tokenizer.eot)),
     }
     if tokenizer.is_multilingual:
-        out["lang_to_id"] = {f"<|{code}|>": token for code, token in tokenizer.language_ids.items()}
+        reused = {code: tokenizer.language_ids[other] for code, other in checkpoint.language_tokens.items()}
+        out["lang_to_id"] = {f"<|{code}|>": token for code, token in (tokenizer.language_ids | reused).items()}
         out["task_to_id"] = {"transcribe": tokenizer.transcribe, "translate": tokenizer.translate}
     if checkpoint.alignment_heads is not None:
         out["alignment_heads"] = [list(pair) for pair in checkpoint.alignment_heads]

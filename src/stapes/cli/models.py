@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import App, Parameter
 
 from stapes.cli.terminal import Terminal, display, to_json
+from stapes.errors import ModelError, UsageError
 
 if TYPE_CHECKING:
     from stapes.checkpoints.catalog import ModelEntry
@@ -77,6 +79,55 @@ def pull(
     finally:
         terminal.end_progress()
     terminal.out(to_json({"name": name, "path": str(path)}) + "\n" if json else f"{display(str(path))}\n")
+    return 0
+
+
+@app.command
+def merge(
+    base: Annotated[str, Parameter(name="BASE")],
+    adapter: Annotated[Path, Parameter(name="ADAPTER")],
+    output: Annotated[Path, Parameter(name="OUT")],
+    /,
+    *,
+    model_dir: str | None = None,
+    json: bool = False,
+) -> int:
+    """Write a Whisper with a LoRA adapter merged in, as a model of its own in Hugging Face's layout.
+
+    Example:
+
+        stapes models merge base runs/mine/model base-mine
+        stapes transcribe talk.mp3 --model ./base-mine
+
+    Parameters
+    ----------
+    base:
+        The model that the adapter was trained on: name, folder or .pt file.
+    adapter:
+        Folder that `stapes train whisper_lora` or peft wrote.
+    output:
+        A new or empty folder.
+    model_dir:
+        Folder where models are looked for.
+    json:
+        Print the path as JSON.
+    """
+    from dataclasses import replace
+
+    from stapes.checkpoints import catalog
+    from stapes.checkpoints.load import open_checkpoint
+    from stapes.checkpoints.low_rank import merge_adapter
+    from stapes.checkpoints.tokenizer import find_tokenizer
+
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise UsageError(f"{output} is there already: name a new or empty folder")
+    found = catalog.find(base, model_dir)
+    if found is None:
+        raise ModelError(f"There is no model named {base!r} on this machine; {catalog.hint(base)}")
+    checkpoint = open_checkpoint(found.path, base, found.parts)
+    merge_adapter(replace(checkpoint, tokenizer=find_tokenizer(checkpoint, model_dir)[0]), adapter, output)
+    terminal = Terminal()
+    terminal.out(to_json({"path": str(output)}) + "\n" if json else f"{display(str(output))}\n")
     return 0
 
 

@@ -18,7 +18,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -30,6 +30,7 @@ from stapes.data.buckets import BatchPlan, Bucket, BucketSampler
 from stapes.data.manifest import Manifest, Utterance
 from stapes.data.reading import read_promised
 from stapes.data.seeds import generator, mix_keys
+from stapes.data.windows import Window, share_rows
 from stapes.errors import StapesError, UsageError
 
 __all__ = [
@@ -42,6 +43,7 @@ __all__ = [
     "Skipped",
     "TextEncoder",
     "TrainingData",
+    "UtteranceEncoder",
 ]
 
 IGNORED = -100
@@ -59,6 +61,16 @@ class TextEncoder(Protocol):
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text. Raises UsageError where it cannot be spelt."""
+        ...
+
+
+@runtime_checkable
+class UtteranceEncoder(Protocol):
+    """A tokenizer that needs to know more of an utterance than its text."""
+
+    def encode_utterance(self, manifest: Manifest, number: int, key: int) -> list[int]:
+        """Token ids of an utterance of the manifest. All chance comes from ``key``. Raises StapesError where there are
+        none, which leaves the utterance out."""
         ...
 
 
@@ -103,9 +115,12 @@ class Batch:
     ids: tuple[str, ...]
     texts: tuple[str, ...]
     speakers: tuple[str | None, ...]
+    languages: tuple[str | None, ...]
+    samples: int
+    """What each row is padded to in the end, at 16 kHz: S, or more where the network's input is longer."""
     epoch: int
     bucket: int
-    """All batches with the same bucket have the same S."""
+    """All batches with the same bucket have the same S, and the same ``samples``; with windows the latter alone."""
     ends_step: bool
     """Whether this is the last of the ``accumulate`` batches of a step."""
     ends_epoch: bool
@@ -125,7 +140,7 @@ class Batch:
     @property
     def padded_seconds(self) -> float:
         """Seconds that a network computes."""
-        return self.waveforms.numel() / SAMPLE_RATE
+        return len(self) * self.samples / SAMPLE_RATE
 
     def to(self, device: torch.device | str, *, non_blocking: bool = True) -> Batch:
         """The batch with its tensors on ``device``."""
@@ -138,7 +153,7 @@ class Batch:
     def rows(self, start: int, stop: int) -> Batch:
         """A batch of some of the rows, such as half of them where memory ran out."""
         parts: dict[str, Any] = {name: tensor[start:stop] for name, tensor in self._tensors().items()}
-        names = {name: getattr(self, name)[start:stop] for name in ("ids", "texts", "speakers")}
+        names = {name: getattr(self, name)[start:stop] for name in ("ids", "texts", "speakers", "languages")}
         return replace(self, **parts, **names)
 
     def _tensors(self) -> dict[str, Tensor]:
@@ -158,6 +173,10 @@ class TrainingData:
         workers: processes that read ahead; 0 reads in the loop itself.
         prefetch: batches that each of them reads ahead.
         pin_memory: None: where there is a GPU.
+        window_seconds: the network pads every utterance to so many seconds itself, and takes none that is longer:
+            batches are drawn from all of them alike, and come only as long as their longest.
+        rehearsal, rehearsal_share: utterances of another manifest that take this share of each batch's rows, drawn for
+            each batch anew. Only with ``window_seconds``; an epoch goes through ``manifest``.
 
     Raises UsageError for a manifest or options that make no sense and, while reading, where nothing can be used.
     """
@@ -165,7 +184,7 @@ class TrainingData:
     def __init__(
         self,
         manifest: str | Path | Sequence[str | Path] | Manifest,
-        tokenizer: TextEncoder,
+        tokenizer: TextEncoder | UtteranceEncoder,
         *,
         budget_seconds: float,
         augment: Augment | None = None,
@@ -180,12 +199,22 @@ class TrainingData:
         workers: int = 0,
         prefetch: int = 2,
         pin_memory: bool | None = None,
+        window_seconds: float | None = None,
+        rehearsal: Manifest | None = None,
+        rehearsal_share: float = 0.0,
     ) -> None:
         if not isinstance(manifest, Manifest):
             manifest = Manifest(*([manifest] if isinstance(manifest, str | Path) else manifest))
         self.manifest = manifest
+        window = None
+        lengths, speeds = manifest.durations, (1.0,) if augment is None else augment.speeds
+        if window_seconds is not None:
+            own, others = share_rows(budget_seconds, window_seconds, max_rows, rehearsal_share if rehearsal else 0.0)
+            window = Window(window_seconds, rehearsal, others / own)
+            budget_seconds, max_rows = own * window_seconds, own
+            lengths, speeds = np.full(len(manifest), window_seconds), (1.0,)  # the reader draws the speed
         self.sampler = BucketSampler(
-            manifest.durations,
+            lengths,
             budget_seconds,
             world_size,
             rank,
@@ -193,7 +222,7 @@ class TrainingData:
             accumulate=accumulate,
             buckets=buckets,
             max_rows=max_rows,
-            speeds=(1.0,) if augment is None else augment.speeds,
+            speeds=speeds,
             keys=manifest.keys,
             edges=edges,
             shuffle=shuffle,
@@ -201,7 +230,7 @@ class TrainingData:
         self.skipped: dict[str, Skipped] = {}
         """By id, at most a thousand; ``skipped_count`` counts all, each time anew."""
         self.skipped_count = 0
-        self._reader = _Reader(manifest, tokenizer, augment, seed)
+        self._reader = _Reader(manifest, tokenizer, augment, seed, window)
         self._workers, self._prefetch = workers, prefetch
         self._pin = torch.cuda.is_available() if pin_memory is None else pin_memory
         self._state = self.sampler.state_dict()
@@ -313,33 +342,48 @@ class TrainingData:
 class _Reader(Dataset[Batch]):
     """Reads what a plan says. Lives in the processes that read; shares nothing that changes."""
 
-    def __init__(self, manifest: Manifest, tokenizer: TextEncoder, augment: Augment | None, seed: int) -> None:
+    def __init__(
+        self,
+        manifest: Manifest,
+        tokenizer: TextEncoder | UtteranceEncoder,
+        augment: Augment | None,
+        seed: int,
+        window: Window | None = None,
+    ) -> None:
         self._manifest, self._tokenizer, self._augment, self._seed = manifest, tokenizer, augment, seed
+        self._window = window
 
     def __getitem__(self, plan: BatchPlan) -> Batch:
-        rows, samples = len(plan.indices), plan.samples
-        waveforms = torch.zeros(rows, samples)
-        utterances = [self._manifest[int(index)] for index in plan.indices]
+        places = [(self._manifest, int(index)) for index in plan.indices]
+        weights, speeds = plan.weights.copy(), plan.speeds
+        if self._window is not None and (picked := self._window.rehearsed(self._manifest.keys, plan, self._seed)):
+            places += picked
+            weights = np.concatenate([weights, np.ones(len(picked), np.float32)])
+            speeds = np.concatenate([speeds, np.ones(len(picked))])
+        rows, samples = len(places), plan.samples
+        utterances = [manifest[number] for manifest, number in places]
         targets: list[list[int]] = [[] for _ in utterances]
-        lengths = np.zeros(rows, np.int64)
-        weights = plan.weights.copy()
-        keys = mix_keys(self._manifest.keys[plan.indices], self._seed, plan.epoch).view(np.int64)
+        own_keys = np.array([manifest.keys[number] for manifest, number in places], np.uint64)
+        keys = mix_keys(own_keys, self._seed, plan.epoch).view(np.int64)
+        reads: dict[int, np.ndarray] = {}
         skipped = []
-        for row in np.flatnonzero(weights):
+        for row in map(int, np.flatnonzero(weights)):
             utterance = utterances[row]
             try:
-                targets[row] = self._tokenizer.encode(utterance.text)
-                read = self._read(utterance, int(plan.indices[row]), plan.epoch, float(plan.speeds[row]))[:samples]
+                targets[row] = self._encode(*places[row], utterance, int(keys[row]))
+                reads[row] = self._read(utterance, int(own_keys[row]), plan.epoch, float(speeds[row]))[:samples]
             except StapesError as error:
                 weights[row] = 0
                 skipped.append(Skipped(utterance.id, utterance.audio, str(error)))
-                continue
+        longest = samples if self._window is None else self._window.samples([*reads.values()])
+        waveforms, lengths = torch.zeros(rows, longest), np.zeros(rows, np.int64)
+        for row, read in reads.items():
             lengths[row] = len(read)
             waveforms[row, : len(read)] = torch.from_numpy(read)
         used = np.flatnonzero(weights)
         for number, row in enumerate(np.flatnonzero(weights == 0)):
             if not len(used):  # silence, in which nothing is said
-                lengths[row], targets[row] = samples, []
+                lengths[row], targets[row] = longest, []
                 continue
             other = used[number % len(used)]
             waveforms[row], lengths[row], targets[row] = waveforms[other], lengths[other], targets[other]
@@ -354,6 +398,8 @@ class _Reader(Dataset[Batch]):
             ids=tuple(utterance.id for utterance in utterances),
             texts=tuple(utterance.text for utterance in utterances),
             speakers=tuple(utterance.speaker for utterance in utterances),
+            languages=tuple(utterance.language for utterance in utterances),
+            samples=plan.samples,
             epoch=plan.epoch,
             bucket=plan.bucket,
             ends_step=plan.ends_step,
@@ -362,12 +408,17 @@ class _Reader(Dataset[Batch]):
             state=plan.state,
         )
 
-    def _read(self, utterance: Utterance, number: int, epoch: int, speed: float) -> np.ndarray:
+    def _encode(self, manifest: Manifest, number: int, utterance: Utterance, key: int) -> list[int]:
+        if isinstance(self._tokenizer, UtteranceEncoder):
+            return self._tokenizer.encode_utterance(manifest, number, key)
+        return self._tokenizer.encode(utterance.text)
+
+    def _read(self, utterance: Utterance, key: int, epoch: int, speed: float) -> np.ndarray:
+        random = generator(self._seed, epoch, key)
+        if self._window is not None:
+            speed = self._window.speed(utterance, self._augment.speeds if self._augment else (1.0,), random)
         samples = read_promised(utterance.audio, utterance.start, utterance.duration, utterance.channel)
-        if self._augment is None:
-            return samples
-        random = generator(self._seed, epoch, int(self._manifest.keys[number]))
-        return self._augment(samples, speed, random)
+        return samples if self._augment is None else self._augment(samples, speed, random)
 
 
 def _pad(targets: Sequence[Sequence[int]]) -> Tensor:

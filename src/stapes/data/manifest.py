@@ -12,7 +12,7 @@ import mmap
 import tempfile
 import zlib
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
@@ -24,6 +24,9 @@ from stapes.errors import UsageError
 
 AUDIO_FOLDER = "audio"
 """Where `stapes prepare --convert` puts its copies, beside the manifests."""
+
+_EDGE = 0.02
+"""Seconds at either end of a cut below which a supervision is as long as the cut."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +42,9 @@ class Utterance:
     language: str | None = None
     channel: int | None = None
     """From 0; None: the only one, or the mean of all."""
+    segments: Sequence[Sequence[Any]] = ()
+    """Start, end (seconds from ``start``) and text of what is said, one after another, where the manifest knows more
+    than that all of it is said somewhere within."""
 
 
 class Manifest:
@@ -146,12 +152,30 @@ def _utterance(line: str, path: Path, number: int) -> Utterance:
             speaker=speakers.pop() if len(speakers) == 1 else None,
             language=languages.pop() if len(languages) == 1 else None,
             channel=None if mixed else channels.index(cut.get("channel", 0)),
+            segments=_segments(said, duration),
         )
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError):
         raise UsageError(
             f"{where} is no cut of one channel of a file: make the manifest with `stapes prepare`, or write mixed and "
             "padded cuts to files with lhotse's `save_audios` first"
         ) from None
+
+
+def _segments(said: Sequence[Mapping[str, Any]], duration: float) -> list[tuple[float, float, str]]:
+    """When each supervision is said: by its aligned words where it has any, else by its own bounds.
+
+    Nothing where one supervision without words is as long as the cut: that says only that it was cut there.
+    """
+    found, is_known = [], len(said) > 1
+    for each in said:
+        start = float(each.get("start", 0.0))
+        end = start + float(each.get("duration", duration))
+        words = (each.get("alignment") or {}).get("word") or ()
+        if words:  # [symbol, start, duration, …], as lhotse writes them
+            start, end = float(words[0][1]), float(words[-1][1]) + float(words[-1][2])
+        is_known |= bool(words) or start > _EDGE or end < duration - _EDGE
+        found.append((max(0.0, start), min(duration, end), (each.get("text") or "").strip()))
+    return [each for each in found if each[2]] if is_known else []
 
 
 def _has_channel(source: dict[str, Any], channel: int) -> bool:

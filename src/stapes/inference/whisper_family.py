@@ -15,7 +15,7 @@ from stapes.inference.recording import Model
 from stapes.inference.torch_whisper import TorchWhisperEngine
 from stapes.models.whisper import Whisper
 from stapes.options import TranscribeOptions
-from stapes.text.tokenizers import WhisperTokenizer, language_code
+from stapes.text.tokenizers import WhisperTokenizer
 
 _CTC_ONLY = {
     "lm": "leave it out, or name a CTC model",
@@ -55,7 +55,7 @@ class WhisperFamily:
                 raise UsageError(f"--{option.replace('_', '-')} does not work with Whisper ({self.name}): {remedy}")
         language = options.language
         if language is not None:
-            language = language_code(language)
+            language = self.tokenizer.known_code(language)
             self.tokenizer.language_id(language)
         elif not self.tokenizer.is_multilingual:
             language = "en"

@@ -64,9 +64,9 @@ class Attention(nn.Module):
         """Project states (batch, positions, width) into keys and values."""
         return self.split(self.key(x)), self.split(self.value(x))
 
-    def attend(self, query: Tensor, key_value: KeyValue, mask: Tensor | None = None) -> Tensor:
+    def attend(self, query: Tensor, key_value: KeyValue, mask: Tensor | None = None, *, causal: bool = False) -> Tensor:
         """Weigh the values for queries (batch, heads, queries, head width) → (batch, queries, width)."""
-        out = F.scaled_dot_product_attention(query, *key_value, attn_mask=mask)
+        out = F.scaled_dot_product_attention(query, *key_value, attn_mask=mask, is_causal=causal)
         return self.out(out.transpose(1, 2).flatten(2))
 
 
@@ -105,12 +105,15 @@ class EncoderLayer(nn.Module):
         self.attention = Attention(width, heads)
         self.mlp_norm = nn.LayerNorm(width)
         self.mlp = MLP(width)
+        self.dropout = 0.0
+        """Of what attention and MLP add, in training; OpenAI trained without."""
 
     def forward(self, x: Tensor) -> Tensor:
         normed = self.attention_norm(x)
         attention = self.attention
-        x = x + attention.attend(attention.split(attention.query(normed)), attention.keys_values(normed))
-        return x + self.mlp(self.mlp_norm(x))
+        attended = attention.attend(attention.split(attention.query(normed)), attention.keys_values(normed))
+        x = x + _drop(attended, self)
+        return x + _drop(self.mlp(self.mlp_norm(x)), self)
 
 
 class AudioEncoder(nn.Module):
@@ -127,12 +130,16 @@ class AudioEncoder(nn.Module):
 
     def forward(self, mel: Tensor) -> Tensor:
         """(batch, mel bins, 3000 frames of 10 ms) → (batch, 1500 states of 20 ms, width)."""
-        x = F.gelu(self.conv1(mel))
-        x = F.gelu(self.conv2(x)).transpose(1, 2)
-        x = x + self.positions
+        x = self.embed(mel)
         for layer in self.layers:
             x = layer(x)
         return self.norm(x)
+
+    def embed(self, mel: Tensor) -> Tensor:
+        """What the first layer gets, (batch, 1500, width)."""
+        x = F.gelu(self.conv1(mel))
+        x = F.gelu(self.conv2(x)).transpose(1, 2)
+        return x + self.positions
 
 
 class DecoderLayer(nn.Module):
@@ -146,6 +153,25 @@ class DecoderLayer(nn.Module):
         self.cross_attention = CrossAttention(width, heads)
         self.mlp_norm = nn.LayerNorm(width)
         self.mlp = MLP(width)
+        self.dropout = 0.0
+        """Of what attention and MLP add, in training."""
+
+    def forward(self, x: Tensor, states: Tensor) -> Tensor:
+        """Whole texts at once, for training: x (batch, tokens, width) over the encoder's states (batch, 1500, width).
+
+        Writing token by token goes through `TextDecoder.forward`, which keeps keys and values.
+        """
+        attention, cross = self.attention, self.cross_attention
+        normed = self.attention_norm(x)
+        query = attention.split(attention.query(normed))
+        x = x + _drop(attention.attend(query, attention.keys_values(normed), causal=True), self)
+        attended, _ = cross(self.cross_attention_norm(x), *cross.keys_values(states))
+        x = x + _drop(attended, self)
+        return x + _drop(self.mlp(self.mlp_norm(x)), self)
+
+
+def _drop(x: Tensor, layer: EncoderLayer | DecoderLayer) -> Tensor:
+    return F.dropout(x, layer.dropout) if layer.dropout and layer.training else x
 
 
 class TextDecoder(nn.Module):
@@ -218,6 +244,16 @@ class TextDecoder(nn.Module):
             x = x + attended.reshape(batch, count, -1)
             x = x + layer.mlp(layer.mlp_norm(x))
         return self.norm(x), torch.cat(scores, dim=1) if scores else None
+
+    def teacher_forced(self, tokens: Tensor, states: Tensor) -> Tensor:
+        """States (batch, count, width) that whole texts lead to, ready for ``logits``; what training needs.
+
+        tokens: (batch, count), at the positions from 0 on. states: the encoder's, (batch, 1500, width).
+        """
+        x = self.embedding(tokens) + self.positions[: tokens.shape[1]]
+        for layer in self.layers:
+            x = layer(x, states)
+        return self.norm(x)
 
     def logits(self, states: Tensor) -> Tensor:
         """(…, width) → (…, vocabulary)."""

@@ -231,6 +231,8 @@ class WhisperTokenizer:
         tokens = {code: ids[f"<|{code}|>"] for code in LANGUAGES if f"<|{code}|>" in ids}
         self.language_ids: dict[str, int] = tokens if self.is_multilingual else {}
         """Language code to token id; empty for English-only models, which never use theirs."""
+        self.reused: dict[str, str] = {}
+        """Languages without a token, and the language whose token a model learnt each by."""
 
         self._markers = {id: token for token, id in ids.items() if id >= self.eot}
         self._bytes = _token_bytes(vocabulary, self.eot)
@@ -280,8 +282,12 @@ class WhisperTokenizer:
 
         Raises UsageError for a language that Whisper or this model does not know. English-only models know
         ``en``; its id is of no use to them.
+    def known_code(self, code_or_name: str) -> str:
+        """Whisper's code of a language, or of the one whose token it was taught by. Raises UsageError."""
+        return language_code(self.reused.get(code_or_name.strip(), code_or_name))
+
         """
-        code = language_code(code_or_name)
+        code = self.known_code(code_or_name)
         if not self.is_multilingual:
             if code != "en":
                 raise UsageError(
