@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from stapes.checkpoints import catalog
 from stapes.checkpoints.alignment import published_heads
 from stapes.checkpoints.ctranslate2 import open_ctranslate2
 from stapes.checkpoints.formats import EMBEDDING, WhisperCheckpoint
