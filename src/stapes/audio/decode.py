@@ -92,6 +92,7 @@ class AudioStream:
         duration: seconds expected of what will be yielded, None where unknown. An estimate, for progress only.
         channels: output channels: 1 for a mix or a single channel, all of them for ``separate``.
         warnings: one sentence each; grows while reading.
+        source_rate, source_channels, source_seconds: Hz, channels and length of the recording itself, as its file says.
         speech: what stands in for a voice activity detector, where the source brings one (`DecodedElsewhere`).
     """
 
@@ -105,6 +106,7 @@ class AudioStream:
         self._mixer = _Mixer(source, channels)
         self.channels = self._mixer.outputs
         self.speech: Any = getattr(source, "speech", None)
+        self.source_rate, self.source_channels, self.source_seconds = source.rate, source.channels, source.seconds
         self._start = start
         self._first = round(start * SAMPLE_RATE)
         self._last = None if end is None else round(end * SAMPLE_RATE)

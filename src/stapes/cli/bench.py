@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 from cyclopts import App, Parameter
 
 from stapes.cli.bench_allreduce import allreduce
+from stapes.cli.bench_bulk import bulk
 from stapes.cli.bench_ctc import ctc
 from stapes.cli.bench_kernels import kernels
 from stapes.cli.bench_mlperf import mlperf
@@ -36,6 +37,7 @@ app = App(
 )
 
 app.command(allreduce)
+app.command(bulk)
 app.command(ctc)
 app.command(kernels)
 app.command(mlperf)

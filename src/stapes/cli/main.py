@@ -15,7 +15,7 @@ from typing import NoReturn
 from cyclopts import App, CycloptsError, Parameter, UnknownCommandError
 
 import stapes
-from stapes.cli import bench, kernels, lm, models, serve
+from stapes.cli import bench, bulk, kernels, lm, models, serve
 from stapes.cli.align import align
 from stapes.cli.arguments import normalise
 from stapes.cli.compare import compare
@@ -48,6 +48,7 @@ app.command(live, usage="Usage: stapes live [OPTIONS] [-]")
 app.command(align, usage="Usage: stapes align [OPTIONS] AUDIO [TEXT]")
 app.command(models.app)
 app.command(evaluate, usage="Usage: stapes evaluate [OPTIONS] MODEL MANIFEST")
+app.command(bulk.app)
 app.command(prepare, usage="Usage: stapes prepare [OPTIONS] CORPUS SOURCE OUT")
 app.command(train, usage="Usage: stapes train [OPTIONS] RECIPE")
 app.command(export, usage="Usage: stapes export [OPTIONS] MODEL")
