@@ -18,6 +18,7 @@ import numpy as np
 
 from stapes.errors import UsageError
 from stapes.evaluation.report_audio import Clip, Recordings
+from stapes.evaluation.report_changes import Change, find_changes
 from stapes.evaluation.report_counts import UNKNOWN, ResultCounts
 from stapes.evaluation.report_words import Piece, WordErrors, difference
 from stapes.evaluation.results import RESULT, Rate, Result, Utterance, read_result
@@ -74,6 +75,8 @@ class System:
     breakdown: dict[str, dict[str, Part]] = field(default_factory=dict)
     """``duration``, ``snr``, ``language`` → bin → its rate."""
     errors: WordErrors = field(default_factory=WordErrors)
+    changes: list[Change] = field(default_factory=list)
+    """From the baseline to this one; none for the baseline itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,7 +280,13 @@ def _compare_set(
                 parts[name] = Part(rate, int(words[inside].sum()), len(inside))
             system.breakdown[breakdown] = parts
     errors = np.stack([each.errors[at] for each, at in zip(counts, rows, strict=True)])
-    _test(systems, errors, base.numbers["words"][rows[baseline]], speakers, baseline)
+    words = base.numbers["words"][rows[baseline]]
+    _test(systems, errors, words, speakers, baseline)
+    codes = base.numbers["language"][rows[baseline]].tolist()
+    languages = [None if code == UNKNOWN else base.languages[code] for code in codes]
+    for system, after in zip(systems, errors, strict=True):
+        if system is not systems[baseline]:
+            system.changes = find_changes(errors[baseline], after, words, languages, speakers)
     worst, divided = _choose(errors, examples)
     texts = [c.read_words(at, s.errors, {*worst, *divided}) for c, at, s in zip(counts, rows, systems, strict=True)]
     recordings = Recordings([Path(base.result.corpus.manifest).parent, base.folder], audio_bytes)

@@ -133,7 +133,8 @@ def _section(each: Set, name: str, plots: bool) -> Section:
         summary=tables.summary(each),
         views=tables.views(each),
         breakdowns=[
-            tables.breakdown(each, key, f"WER by {title}") for key, title in _BREAKDOWNS.items() if each.bins[key]
+            *(tables.breakdown(each, key, f"WER by {title}") for key, title in _BREAKDOWNS.items() if each.bins[key]),
+            *tables.changes(each),
         ],
         hallucination=tables.hallucination(each),
         plots=_plots(each, name) if plots else {},

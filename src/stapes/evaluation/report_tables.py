@@ -237,6 +237,36 @@ def breakdown(each: Set, key: str, title: str) -> Table:
     return Table(title, columns, rows, [], [])
 
 
+def changes(each: Set) -> list[Table]:
+    """What became of the recordings from the baseline to each other system: by language, and by speaker."""
+    columns = [
+        Column("System", number=False),
+        Column("Where", number=False),
+        Column("Utterances"),
+        Column("Words"),
+        Column("WER before"),
+        Column("WER"),
+        Column("Errors mended", "Word errors that recordings have fewer of than with the baseline"),
+        Column("New errors", "Word errors that recordings have more of: what was forgotten"),
+    ]
+    rows = []
+    for system in each.systems:
+        for found in system.changes:
+            before, after = (wrong / found.words if found.words else None for wrong in (found.before, found.after))
+            rows.append(
+                [
+                    Cell(system.label, system.label, strong=True),
+                    Cell(found.where, found.where),
+                    *(Cell(f"{n:,}", n) for n in (found.utterances, found.words)),
+                    Cell(percent(before), before),
+                    Cell(percent(after), after, strong=found.after < found.before),
+                    *(Cell(f"{n:,}", n) for n in (found.mended, found.new)),
+                ]
+            )
+    notes = [f"Before: {each.baseline.label}. Speakers: those who gained most and those who lost most."]
+    return [Table("Before and after", columns, rows, [], notes)] if rows else []
+
+
 def hallucination(each: Set) -> Table:
     """Words that nobody said."""
     columns = [
