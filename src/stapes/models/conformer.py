@@ -132,14 +132,13 @@ class RotaryAttention(nn.Module):
         query, key, value = (
             project(normed).unflatten(-1, split).transpose(1, 2) for project in (self.query, self.key, self.value)
         )
-        out = F.scaled_dot_product_attention(
-            rotate(query, *rotation),
-            rotate(key, *rotation),
-            value,
-            attn_mask=mask,
-            dropout_p=self.dropout.p if self.training else 0.0,
-        )
+        out = self.attend(rotate(query, *rotation), rotate(key, *rotation), value, mask)
         return self.dropout(self.out(out.transpose(1, 2).flatten(2)))
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        """Weigh the values, each (batch, heads, states, head width)."""
+        dropout = self.dropout.p if self.training else 0.0
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=dropout)
 
 
 def rotary_angles(positions: int, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -171,6 +170,10 @@ class ConvolutionModule(nn.Module):
         x = zero_padding(F.glu(self.gate(self.norm(x)), dim=-1), lengths)
         x = self.depthwise(x.transpose(1, 2)).transpose(1, 2)
         return self.dropout(self.out(F.silu(self.inner_norm(x))))
+
+
+Beside = tuple[tuple[Tensor, Tensor] | None, Tensor | None, Tensor | None]
+"""Rotation (see `rotary_angles`), mask (batch, 1, 1, states), real states (batch,)."""
 
 
 class ConformerLayer(nn.Module):
@@ -216,20 +219,38 @@ class Conformer(nn.Module):
         mel: log-mel spectrogram (batch, mel bins, frames of 10 ms). ``lengths`` (batch,) are real frames; None: all
         are, which spares attention its mask.
         """
+        x, counts = self.enter(mel, lengths)
+        return self.leave(self.through(x, *self.beside(x.shape[1], counts, x.device)), counts)
+
+    def enter(self, mel: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """What the first layer reads, and how much of each row is real; None: all. Margins are included."""
         mel = (mel - self.mel_mean[:, None]) / self.mel_deviation[:, None]
         if self.config.normalize_recordings:
             mel = _normalize_recordings(mel, lengths)
-        margin = 0 if self.config.heads else self.config.reach
-        if margin:
-            mel, lengths = _with_margins(mel, lengths, margin * self.config.subsampling)
+        if not self.config.heads:
+            mel, lengths = _with_margins(mel, lengths, self.config.reach * self.config.subsampling)
         x, counts = self.subsampling(mel, lengths)
-        x = self.dropout(x)
+        return self.dropout(x), counts
+
+    def beside(self, states: int, counts: Tensor | None, device: torch.device) -> Beside:
+        """What each layer is given beside the states."""
         width, heads = self.config.width, self.config.heads
-        rotation = rotary_angles(x.shape[1], width // heads, x.device) if heads else None
+        rotation = rotary_angles(states, width // heads, device) if heads else None
         # A row without a real state looks at its first one: attention to nothing is not a number in some kernels.
-        mask = None if counts is None else is_real(counts.clamp(min=1), x.shape[1])[:, None, None]
+        mask = None if counts is None else is_real(counts.clamp(min=1), states)[:, None, None]
+        return rotation, mask, counts
+
+    def through(
+        self, x: Tensor, rotation: tuple[Tensor, Tensor] | None, mask: Tensor | None, counts: Tensor | None
+    ) -> Tensor:
+        """All layers."""
         for layer in self.layers:
             x = layer(x, rotation, mask, counts)
+        return x
+
+    def leave(self, x: Tensor, counts: Tensor | None) -> tuple[Tensor, Tensor]:
+        """What is behind the last layer: no margins, and a count for each row."""
+        margin = 0 if self.config.heads else self.config.reach
         if margin:
             x = x[:, margin:-margin]
             counts = None if counts is None else (counts - 2 * margin).clamp(min=0)

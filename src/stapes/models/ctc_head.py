@@ -52,6 +52,20 @@ class WhisperEncoderConfig:
 EncoderConfig = ConformerConfig | WhisperEncoderConfig
 
 
+class MaskedEncoderLayer(WhisperEncoderLayer):
+    """Whisper's layer with a mask for padding, and dropout of what attention and MLP add."""
+
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
+        super().__init__(width, heads)
+        self.dropout = dropout
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        attention, normed = self.attention, self.attention_norm(x)
+        attended = attention.attend(attention.split(attention.query(normed)), attention.keys_values(normed), mask)
+        x = x + F.dropout(attended, self.dropout, self.training)
+        return x + F.dropout(self.mlp(self.mlp_norm(x)), self.dropout, self.training)
+
+
 class WhisperEncoder(AudioEncoder):
     """Whisper's encoder for spectrograms of any length up to its positions; the parameters are the original's."""
 
@@ -70,7 +84,9 @@ class WhisperEncoder(AudioEncoder):
             )
         )
         self.config = config
-        self.dropout = nn.Dropout(config.dropout)
+        self.layers = nn.ModuleList(
+            MaskedEncoderLayer(config.width, config.heads, config.dropout) for _ in range(config.layers)
+        )
         if not self.positions.is_meta:
             self.positions.data.copy_(sinusoids(config.audio_context, config.width))
 
@@ -80,25 +96,33 @@ class WhisperEncoder(AudioEncoder):
         mel: log-mel spectrogram (batch, mel bins, frames of 10 ms), at most twice as many frames as there are
         positions. ``lengths`` (batch,) are real frames; None: all are, which spares attention its mask.
         """
+        x, counts = self.enter(mel, lengths)
+        return self.leave(self.through(x, *self.beside(x.shape[1], counts, x.device)), counts)
+
+    def enter(self, mel: Tensor, lengths: Tensor | None, first: int = 0) -> tuple[Tensor, Tensor | None]:
+        """What the first layer reads, and how much of each row is real; None: all. ``first``: the first state's place,
+        where the spectrogram is a part."""
         x = F.gelu(self.conv1(_masked(mel, lengths)))
         x = F.gelu(self.conv2(_masked(x, lengths))).transpose(1, 2)
-        x = x + self.positions[: x.shape[1]]
-        counts = torch.full((len(x),), x.shape[1], device=x.device) if lengths is None else (lengths + 1) // 2
-        mask = None if lengths is None else is_real(counts.clamp(min=1), x.shape[1])[:, None, None]
+        return x + self.positions[first : first + x.shape[1]], None if lengths is None else (lengths + 1) // 2
+
+    def beside(self, states: int, counts: Tensor | None, device: torch.device) -> tuple[Tensor | None]:
+        """What each layer is given beside the states: the mask (batch, 1, 1, states)."""
+        return (None if counts is None else is_real(counts.clamp(min=1), states)[:, None, None],)
+
+    def through(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        """All layers."""
         for layer in self.layers:
-            assert isinstance(layer, WhisperEncoderLayer)
-            x = _layer(layer, self.dropout, x, mask)
-        return self.norm(x), counts
+            x = layer(x, mask)
+        return x
+
+    def leave(self, x: Tensor, counts: Tensor | None) -> tuple[Tensor, Tensor]:
+        """What is behind the last layer, and a count for each row."""
+        return self.norm(x), torch.full((len(x),), x.shape[1], device=x.device) if counts is None else counts
 
 
 def _masked(x: Tensor, lengths: Tensor | None) -> Tensor:
     return zero_padding(x.transpose(1, 2), lengths).transpose(1, 2)
-
-
-def _layer(layer: WhisperEncoderLayer, dropout: nn.Dropout, x: Tensor, mask: Tensor | None) -> Tensor:
-    attention, normed = layer.attention, layer.attention_norm(x)
-    x = x + dropout(attention.attend(attention.split(attention.query(normed)), attention.keys_values(normed), mask))
-    return x + dropout(layer.mlp(layer.mlp_norm(x)))
 
 
 def build_encoder(config: EncoderConfig) -> Conformer | WhisperEncoder:

@@ -254,9 +254,12 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
         """x: (batch, frames, width). mask: (batch, 1, 1, frames), true where a frame may be looked at."""
         query, key, value = self.split(self.query(x)), self.split(self.key(x)), self.split(self.value(x))
+        return self.out(self.attend(query, key, value, mask).transpose(1, 2).flatten(2))
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        """Weigh the values, each (batch, heads, frames, head width): all of a layer that looks at other frames."""
         dropout = self.dropout if self.training else 0.0
-        out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=dropout)
-        return self.out(out.transpose(1, 2).flatten(2))
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=dropout)
 
 
 class MLP(nn.Module):
@@ -336,18 +339,33 @@ class Encoder(nn.Module):
 
     def transform(self, x: Tensor, lengths: Tensor | None = None, hidden: Tensor | None = None) -> Tensor:
         """The same from projected features, (batch, frames, width)."""
+        x = self.enter(x, lengths, hidden)
+        return self.leave(self.through(x, *self.beside(x.shape[1], lengths, x.device)))
+
+    def enter(self, x: Tensor, lengths: Tensor | None = None, hidden: Tensor | None = None) -> Tensor:
+        """What the first layer reads of projected features, (batch, frames, width)."""
         if hidden is not None:
             x = torch.where(hidden[..., None], self.mask_embedding, x)
         x = zero_padding(x, lengths)
         x = x + self.positions(x)
-        x = self.dropout(x if self.config.pre_norm else self.norm(x))
-        mask = None
-        if lengths is not None:
-            # A row without a real frame looks at its first one: attention to nothing is not a number in some kernels.
-            mask = is_real(lengths.clamp(min=1), x.shape[1])[:, None, None]
+        return self.dropout(x if self.config.pre_norm else self.norm(x))
+
+    def beside(self, frames: int, lengths: Tensor | None, device: torch.device) -> tuple[Tensor | None]:
+        """What each layer is given beside the states: the mask of `Attention`."""
+        if lengths is None:
+            return (None,)
+        # A row without a real frame looks at its first one: attention to nothing is not a number in some kernels.
+        return (is_real(lengths.clamp(min=1), frames)[:, None, None],)
+
+    def through(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        """All layers."""
         for layer in self.layers:
             if not (self.training and self.config.layer_drop and torch.rand(()) < self.config.layer_drop):
                 x = layer(x, mask)
+        return x
+
+    def leave(self, x: Tensor) -> Tensor:
+        """What is behind the last layer."""
         return self.norm(x) if self.config.pre_norm else x
 
 
