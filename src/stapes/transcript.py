@@ -110,6 +110,10 @@ class Transcript:
     warnings: list[str] = field(default_factory=list)
     damaged: bool = False
     """True when part of the input was lost: what could be read is here, and the exit code is 1."""
+    drafted: int = 0
+    """Tokens that a draft model wrote in advance; 0 without one."""
+    agreed: int = 0
+    """Those of them that the model itself would have written, and that stand in the text."""
 
     def to_dict(self) -> dict[str, Any]:
         """JSON form: openai/whisper's shape plus ``duration``, ``model``, ``skipped`` and ``warnings``."""
@@ -125,7 +129,14 @@ class Transcript:
         }
         if self.error is not None:
             out["error"] = self.error
+        if self.drafted:
+            out["draft"] = {"tokens": self.drafted, "accepted": self.agreed, "acceptance_rate": self.acceptance_rate}
         return out
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        """Share of drafted tokens that stand in the text; None without a draft model."""
+        return round(self.agreed / self.drafted, 4) if self.drafted else None
 
 
 def _rounded(probability: float | None) -> float | None:

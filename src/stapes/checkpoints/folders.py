@@ -27,6 +27,8 @@ def written_whole(folder: Path) -> Iterator[Path]:
         try:
             yield temporary
             for path in temporary.rglob("*"):
+                if path.is_symlink():  # what it points to is not ours
+                    continue
                 path.chmod(0o755 if path.is_dir() else 0o644)
                 flush(path)
             temporary.chmod(0o755)

@@ -114,8 +114,9 @@ def open_wav2vec2(path: Path, name: str | None = None, language: str | None = No
         raise ModelError(f"{folder} has no model.safetensors and no pytorch_model.bin; fetch the model again")
     found = _find(files, kind)
     languages = _languages(folder) if settings.get("adapter_attn_dim") else ()
-    if language is not None and language in languages:
-        found |= _find([_adapter(folder, language)], kind)
+    spoken = language or _default_language(folder)
+    if spoken in languages:  # that of the weights themselves may be another: they are not ours to change
+        found |= _find([adapter_file(folder, spoken)], kind)
         if "lm_head.weight" in found:
             settings = settings | {"vocab_size": _rows(*found["lm_head.weight"])}
     config = config_of(settings, folder / "config.json", has_head="lm_head.weight" in found)
@@ -214,7 +215,14 @@ def _languages(folder: Path) -> tuple[str, ...]:
     return tuple(sorted({file.name.removeprefix("adapter.").removesuffix(file.suffix) for file in files}))
 
 
-def _adapter(folder: Path, language: str) -> Path:
+def _default_language(folder: Path) -> str:
+    """The language that the tokenizer is set to; empty where there are no vocabularies of several."""
+    settings = folder / "tokenizer_config.json"
+    return str(read_json(settings).get("target_lang") or "") if settings.exists() else ""
+
+
+def adapter_file(folder: Path, language: str) -> Path:
+    """Where a model keeps what it learnt of a language."""
     file = folder / f"adapter.{language}.safetensors"
     return file if file.exists() else file.with_suffix(".bin")
 
@@ -338,7 +346,7 @@ def _save(checkpoint: Wav2Vec2Checkpoint, weights: Iterator[tuple[str, Tensor]],
         save_file(adapter, folder / f"adapter.{checkpoint.language}.safetensors", metadata={"format": "pt"})
     for language in checkpoint.languages:
         if language != checkpoint.language:
-            file = _adapter(checkpoint.folder, language)
+            file = adapter_file(checkpoint.folder, language)
             shutil.copyfile(file, folder / file.name)
 
 

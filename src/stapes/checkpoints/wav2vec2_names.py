@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +108,12 @@ def wav2vec2_names(config: Wav2Vec2Config, base: str) -> list[tuple[str, str]]:
 def is_language_weight(name: str) -> bool:
     """Whether the parameter (by our name) is one that MMS keeps for each language."""
     return ".adapter." in name or name.startswith(HEAD)
+
+
+def is_language_alone(names: Iterable[str]) -> bool:
+    """Whether parameters are a language's, its adapters among them, and no others."""
+    every = list(names)
+    return all(map(is_language_weight, every)) and any(".adapter." in name for name in every)
 
 
 def _under(ours: str, theirs: str, rows: list[tuple[str, str]]) -> list[tuple[str, str]]:

@@ -23,6 +23,7 @@ from stapes.cli.doctor import doctor
 from stapes.cli.evaluate import evaluate
 from stapes.cli.export import export
 from stapes.cli.interrupts import interruptible
+from stapes.cli.label import label
 from stapes.cli.live import live
 from stapes.cli.monitor import monitor
 from stapes.cli.prepare import prepare
@@ -50,6 +51,7 @@ app.command(models.app)
 app.command(evaluate, usage="Usage: stapes evaluate [OPTIONS] MODEL MANIFEST")
 app.command(bulk.app)
 app.command(prepare, usage="Usage: stapes prepare [OPTIONS] CORPUS SOURCE OUT")
+app.command(label, usage="Usage: stapes label [OPTIONS] MANIFEST OUT")
 app.command(train, usage="Usage: stapes train [OPTIONS] RECIPE")
 app.command(export, usage="Usage: stapes export [OPTIONS] MODEL")
 app.command(quantize, usage="Usage: stapes quantize [OPTIONS] MODEL")

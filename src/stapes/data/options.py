@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from stapes.data.text_rules import CaseName, NormalizeName
+from stapes.errors import UsageError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,3 +100,23 @@ class AugmentOptions:
 
     gain_db: tuple[float, float] = (-10.0, 6.0)
     """Range of the change; what would exceed full scale is turned down to it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PseudoLabelOptions:
+    """Which of a teacher's labels are kept, and how they are written."""
+
+    max_wer: float = 0.1
+    """The largest word error rate between label and known text; utterances without a text are kept whatever is
+    written for them."""
+
+    normalize: NormalizeName = "none"
+    """How labels are written: none as the teacher writes, for a student of its kind; basic without punctuation, for
+    CTC."""
+
+    case: CaseName = "auto"
+    """lower, upper, keep; auto is lower for basic and keep for none."""
+
+    def __post_init__(self) -> None:
+        if not self.max_wer >= 0:
+            raise UsageError(f"--max-wer is {self.max_wer}: it must be at least 0; 0.1 is one word in ten")

@@ -78,13 +78,23 @@ class RuleState:
         self.last_timestamp.copy_(torch.where(is_timestamp, tokens, self.last_timestamp))
 
 
-def apply_rules(logits: Tensor, state: RuleState, suppressed: Tensor, blank: Tensor, vocabulary: Vocabulary) -> Tensor:
+def apply_rules(
+    logits: Tensor,
+    state: RuleState,
+    suppressed: Tensor,
+    blank: Tensor,
+    vocabulary: Vocabulary,
+    leads: Tensor | None = None,
+) -> Tensor:
     """Forbid tokens by setting their logits to minus infinity.
 
     logits (rows, vocabulary), float32; changed in place and returned. suppressed (rows, vocabulary): 0 where a row
     may write a token, minus infinity where its options or its model never allow it. blank (vocabulary,): the same,
-    for the first token of a window only.
+    for the first token of a window only. leads (rows,): filled with how far all timestamps together are from the
+    likeliest text, which is what the last rule decides by; infinity where it decides nothing.
     """
+    if leads is not None:
+        leads.fill_(float("inf"))
     logits += suppressed
     first = state.count == 0
     logits += torch.where(first[:, None], blank, 0.0)
@@ -114,7 +124,10 @@ def apply_rules(logits: Tensor, state: RuleState, suppressed: Tensor, blank: Ten
     text.masked_fill_((first & on)[:, None], forbidden)
 
     # When all timestamps together are likelier than any single text token, one of them it is.
-    time_mass = times.logsumexp(dim=-1)
-    time_wins = on & (time_mass > text.amax(dim=-1))
+    time_mass, text_best = times.logsumexp(dim=-1), text.amax(dim=-1)
+    time_wins = on & (time_mass > text_best)
+    if leads is not None:
+        # Nothing left on one side is minus infinity there, and on both is no number at all.
+        leads.copy_(torch.where(on, (time_mass - text_best).abs().nan_to_num(nan=float("inf")), float("inf")))
     text.masked_fill_(time_wins[:, None], forbidden)
     return logits

@@ -62,6 +62,8 @@ class AudioFeed(ABC):
         self.ended = False
         self.error: Exception | None = None
         self.heard: list[Piece] = []
+        self.drafted = self.agreed = 0
+        """Tokens of a draft model, and those of them that the model itself would have written."""
         self._chunks: deque[np.ndarray] = deque()
         self._offset = 0  # sample of the recording that _chunks begin with
         self._outstanding: set[Any] = set()  # windows that were taken and not completed

@@ -64,13 +64,17 @@ class Rows:
 
 @dataclass(frozen=True)
 class Batch:
-    """What a step works on: tokens and positions (rows,), int64; group: the most rows that a window has."""
+    """What a step works on: tokens and positions (rows,), int64; group: the most rows that a window has.
+
+    successive: the rows of a window are one text, token behind token, and share its cell.
+    """
 
     tokens: Tensor
     positions: Tensor
     rows: Rows
     windows: Windows
     group: int
+    successive: bool = False
 
 
 class _Product(Protocol):
@@ -195,6 +199,10 @@ class GpuDecoder:
         splits = self._splits(len(windows.first))
         for layer, (keys, values), place in zip(self.layers, cache, memory, strict=True):
             qkv = layer.qkv(self._add(stream, parts, bias, layer.attention_norm))
+            if batch.successive:  # before any row looks back at its neighbours'
+                _, key, value = qkv.view(len(qkv), 3, self.config.decoder_heads, -1).unbind(1)
+                at = rows.cells.long()
+                keys[at, :, positions], values[at, :, positions] = key, value
             attended = self_attention(qkv, keys, values, rows.cells, rows.source, positions, rows.live)
             normed = self._add(stream, *layer.out.parts(attended), layer.cross_norm)
             attended = cross_attention(

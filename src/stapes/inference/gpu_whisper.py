@@ -77,13 +77,16 @@ class GpuWhisperEngine(TorchWhisperEngine):
         """Samples of up to 30 s each → the encoder's states of each."""
         lengths = [len(window) for window in windows] if again else None
         with torch.cuda.stream(self._encoder_stream):  # does nothing for None
-            features = log_mel_spectrogram(self._to_device(windows), self.model.config.mel_bins, lengths)
-            states = self.encoder(features.to(self.dtype))
+            states = self._encode(self._to_device(windows), lengths)
             ready = None
             if self._encoder_stream is not None:
                 ready = torch.cuda.Event()
                 ready.record()
         return [Encoding(row, ready) for row in states]
+
+    def _encode(self, pcm: Tensor, lengths: list[int] | None) -> Tensor:
+        features = log_mel_spectrogram(pcm, self.model.config.mel_bins, lengths)
+        return self.encoder(features.to(self.dtype))
 
     def _states(self, encoded: Sequence[Encoding]) -> Tensor:
         """(windows, 1500, width), for the stream of the decoder."""

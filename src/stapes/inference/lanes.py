@@ -173,17 +173,19 @@ class Lane:
             self._choose_tokens(logits, state, span)
 
     def _choose_tokens(self, logits: Tensor, state: RuleState, span: slice) -> None:
-        temperature = self.temperature[span]
-        tokens = logits.argmax(dim=-1)
-        if self._draws():
-            uniform = counter_uniform(self.keys[span], state.count)
-            drawn = sample(logits, temperature, uniform)
-            tokens = torch.where(temperature > 0, drawn, tokens)
-        chosen = logits.gather(1, tokens[:, None])[:, 0] - logits.logsumexp(dim=-1)
+        tokens, chosen = self._pick(logits, self.temperature[span], self.keys[span], state.count)
         tokens = torch.where(self.ended[span], self.vocabulary.end, tokens)
         self.logprobs[span].scatter_(1, self._place(state), chosen[:, None])
         self._write(tokens, state, span)
         self.ended[span] |= tokens == self.vocabulary.end
+
+    def _pick(self, logits: Tensor, temperature: Tensor, keys: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+        """The next token of each row, the likeliest or a drawn one, and its log-probability; all (rows,)."""
+        tokens = logits.argmax(dim=-1)
+        if self._draws():
+            drawn = sample(logits, temperature, counter_uniform(keys, counts))
+            tokens = torch.where(temperature > 0, drawn, tokens)
+        return tokens, logits.gather(1, tokens[:, None])[:, 0] - logits.logsumexp(dim=-1)
 
     def _draws(self) -> bool:
         """Whether any row draws its tokens, rather than taking the likeliest."""

@@ -191,6 +191,7 @@ class Recording(AudioFeed):
 
     def judge(self, window: Window, result: DecodeResult) -> Draft | None:
         """Take the result of an attempt. None: it failed, and the window is to be tried again."""
+        self.drafted, self.agreed = self.drafted + result.drafted, self.agreed + result.agreed
         window.attempts.append(judge(result, self.model.tokenizer, self.options, window.packed.peak))
         if self._is_unsure(window):
             window.attempts.clear()

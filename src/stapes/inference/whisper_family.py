@@ -12,6 +12,7 @@ from stapes.errors import UsageError
 from stapes.inference.feed import FeedMaker
 from stapes.inference.longform import open_recording
 from stapes.inference.recording import Model
+from stapes.inference.speculative import SpeculativeWhisperEngine
 from stapes.inference.torch_whisper import TorchWhisperEngine
 from stapes.models.whisper import Whisper
 from stapes.options import TranscribeOptions
@@ -53,6 +54,9 @@ class WhisperFamily:
         for option, remedy in _CTC_ONLY.items():
             if getattr(options, option) != getattr(TranscribeOptions(), option):
                 raise UsageError(f"--{option.replace('_', '-')} does not work with Whisper ({self.name}): {remedy}")
+        if isinstance(self.engine, SpeculativeWhisperEngine) and (options.beam_size > 1 or options.temperature > 0):
+            asked = "--beam-size" if options.beam_size > 1 else "--temperature"
+            raise UsageError(f"{asked} leaves --draft nothing to do, which drafts greedy texts: leave one of them out")
         language = options.language
         if language is not None:
             language = self.tokenizer.known_code(language)
