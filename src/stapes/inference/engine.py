@@ -57,6 +57,10 @@ class DecodeResult:
     no_speech_prob: float
     temperature: float
     looped: bool
+    drafted: int = 0
+    """Tokens that a draft model wrote for it."""
+    agreed: int = 0
+    """Those of them that stand in the text."""
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,9 @@ class _PendingLook:
 class GpuLane(Lane):
     """A `Lane` whose caches are pools."""
 
+    most_per_step = 1
+    """Tokens that a step writes in a row."""
+
     def __init__(
         self,
         model: Whisper,
@@ -167,7 +170,8 @@ class GpuLane(Lane):
             self._advance(rows, blank)
         else:
             graph.replay()
-        self.lengths[:rows] = [min(length + 1, self.tokens.shape[1] - 1) for length in self.lengths[:rows]]
+        most, last = self.most_per_step, self.tokens.shape[1] - 1
+        self.lengths[:rows] = [min(length + most, last) for length in self.lengths[:rows]]
         if self.beam:
             count = len(self.slots) * self.group
             self._choose(self.logits[:count], 0, blank)

@@ -39,6 +39,8 @@ def make_transcript(job: Job, model: str) -> Transcript:
         skipped=[(a + job.offset, b + job.offset) for a, b in _in_all(silent)],
         warnings=warnings,
         damaged=job.damaged or (job.error is not None and bool(segments)),
+        drafted=sum(recording.drafted for recording in recordings),
+        agreed=sum(recording.agreed for recording in recordings),
     )
 
 

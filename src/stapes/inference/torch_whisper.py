@@ -60,7 +60,9 @@ class TorchWhisperEngine:
 
     def _prepare(self) -> None:
         """Lay the model's weights out as the device likes them."""
-        model = self.model
+        self._lay_out(self.model)
+
+    def _lay_out(self, model: Whisper) -> None:
         if is_worth_packing(self.device, self.dtype):
             adapt(pack(model))
         elif model.decoder.embedding.weight.dtype != self.dtype:
@@ -77,16 +79,23 @@ class TorchWhisperEngine:
         if self.device.type == "cpu":
             trim_heap()  # else the heap of a long recording grows by 150 MB of holes; it costs a few ms a window
         pcm = pad_windows(windows, self.device)
-        lengths = [len(window) for window in windows] if again else None
-        features = log_mel_spectrogram(pcm, self.model.config.mel_bins, lengths)
-        states = self.model.encoder(features.to(self.dtype))
+        states = self._encode(pcm, [len(window) for window in windows] if again else None)
         # Copies, where there are several: a view would keep the whole batch in memory as long as any window of it.
         return [row.clone() for row in states] if len(states) > 1 else [states[0]]
+
+    def _encode(self, pcm: Tensor, lengths: list[int] | None) -> Tensor:
+        """Samples (windows, 480000) → what is kept of each window, (windows, 1500, width)."""
+        features = log_mel_spectrogram(pcm, self.model.config.mel_bins, lengths)
+        return self.model.encoder(features.to(self.dtype))
+
+    def _states(self, encoded: Sequence[Any]) -> Tensor:
+        """What the decoder hears of windows: (windows, 1500, width)."""
+        return torch.stack(list(encoded))
 
     @torch.inference_mode()
     def detect_language(self, encoded: Sequence[Any]) -> list[dict[str, float]]:
         """Probability of each language, from what the model would write after <|startoftranscript|>."""
-        memory = self.model.decoder.memory(torch.stack(list(encoded)))
+        memory = self.model.decoder.memory(self._states(encoded))
         states, _, _ = self._read([[self.sot]] * len(encoded), memory)
         logits = self.model.decoder.logits(states[:, 0]).float()
         codes, ids = list(self.languages), list(self.languages.values())
@@ -109,7 +118,7 @@ class TorchWhisperEngine:
     def admit(self, requests: Sequence[DecodeRequest], encoded: Sequence[Any]) -> list[Slot]:
         """Read the prompts of windows, put them into slots of one lane and write their first tokens."""
         decoder = self.model.decoder
-        memory = decoder.memory(torch.stack(list(encoded)))
+        memory = decoder.memory(self._states(encoded))
         states, prefix, _ = self._read([request.prompt for request in requests], memory)
         index = torch.arange(len(requests), device=self.device)
         ends = torch.tensor([len(request.prompt) - 1 for request in requests], device=self.device)
@@ -143,14 +152,19 @@ class TorchWhisperEngine:
         return slots
 
     def _read(
-        self, prompts: Sequence[Sequence[int]], memory: Sequence[Tensor], heads: dict[int, list[int]] | None = None
+        self,
+        prompts: Sequence[Sequence[int]],
+        memory: Sequence[Tensor],
+        heads: dict[int, list[int]] | None = None,
+        model: Whisper | None = None,
     ) -> tuple[Tensor, list[KeyValue], Tensor | None]:
-        """Run token sequences of different lengths, padded at the end, through the decoder."""
+        """Run token sequences of different lengths, padded at the end, through the decoder (of another model)."""
+        model = model or self.model
         count = max(len(prompt) for prompt in prompts)
         tokens = torch.full((len(prompts), count), self.vocabulary.end, dtype=torch.int64)
         for row, prompt in zip(tokens, prompts, strict=True):
             row[: len(prompt)] = torch.tensor(prompt)
-        config = self.model.config
+        config = model.config
         shape = (len(prompts), config.decoder_heads, count, config.width // config.decoder_heads)
         cache = [
             (zeros(shape, self.dtype, self.device), zeros(shape, self.dtype, self.device))
@@ -158,7 +172,7 @@ class TorchWhisperEngine:
         ]
         positions = torch.arange(count, device=self.device).expand(len(prompts), -1)
         mask = torch.ones(count, count, dtype=torch.bool, device=self.device).tril()[None, None]
-        states, scores = self.model.decoder(tokens.to(self.device), positions, cache, memory, mask, heads)
+        states, scores = model.decoder(tokens.to(self.device), positions, cache, memory, mask, heads)
         return states, cache, scores
 
     @torch.inference_mode()

@@ -273,6 +273,11 @@ class WhisperTokenizer:
             if id < self.eot or not skip_special_tokens
         ).decode("utf-8", errors="replace")
 
+    def writes_as(self, other: WhisperTokenizer) -> bool:
+        """Whether every id means the same in both."""
+        names = [*_SPECIAL_TOKENS, "timestamp_begin", "vocab_size", "language_ids", "_bytes"]
+        return all(getattr(self, name) == getattr(other, name) for name in names)
+
     def timestamp(self, id: int) -> float:
         """Seconds from the start of the window that a timestamp token (``id >= timestamp_begin``) stands for."""
         return (id - self.timestamp_begin) * TIMESTAMP_STEP
