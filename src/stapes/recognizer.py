@@ -30,7 +30,9 @@ from stapes.errors import ModelError, UsageError
 from stapes.inference.ctc_alignment import Aligner
 from stapes.inference.ctc_family import CTCFamily
 from stapes.inference.ctc_open import CTC_KINDS, open_ctc
+from stapes.inference.draft import open_draft
 from stapes.inference.family import Family
+from stapes.inference.gpu_speculative import GpuSpeculativeEngine
 from stapes.inference.gpu_whisper import GpuWhisperEngine
 from stapes.inference.ingest import Ingest
 from stapes.inference.onnx import open_onnx
@@ -41,6 +43,7 @@ from stapes.inference.quantized import quantizer
 from stapes.inference.requests import Priority
 from stapes.inference.results import make_transcript
 from stapes.inference.scheduler import Scheduler
+from stapes.inference.speculative import DraftModel, SpeculativeWhisperEngine
 from stapes.inference.streaming import Event, Live, Session, TurnOptions
 from stapes.inference.torch_ctc import TorchCTCEngine
 from stapes.inference.torch_whisper import TorchWhisperEngine
@@ -69,13 +72,16 @@ def load(
     task: str = "transcribe",
     language: str | None = None,
     progress: Progress | None = None,
+    draft: str | Path | None = None,
+    draft_tokens: int = 5,
 ) -> Recognizer:
     """Load a model.
 
     model: a name (``stapes models`` lists them), a Hugging Face id, a folder or a ``.pt`` file; None chooses for the
     device, ``task`` and ``language``, which also chooses among the adapters of MMS. threads: CPU threads of PyTorch.
     batch_size: windows decoded together. max_vram: the most GPU memory to use, such as ``"6GB"``.
-    Raises ModelError, DeviceError and UsageError.
+    draft: a small Whisper that drafts ``draft_tokens`` at a time for this one (`inference.speculative`), greedily: the
+    text is the same, sooner, where few windows are decoded together. Raises ModelError, DeviceError and UsageError.
     """
     progress = progress or Silent()
     if threads is not None:
@@ -92,11 +98,13 @@ def load(
     name, location = _find(model, where, task, language, model_dir, offline, progress)
     exported = is_onnx(location.path)
     check_backend(backend, name, exported)
+    kind = model_type(location.path)
+    if draft is not None and (exported or kind in CTC_KINDS):
+        raise UsageError(f"--draft needs a Whisper that PyTorch runs, and {name} is none: leave --draft out")
     if exported:
         slots = batch_size or _default_slots(where)
         return Recognizer(open_onnx(name, location.path, where, precision, slots, progress), where)
     dtype = choose_dtype(precision, where)
-    kind = model_type(location.path)
     if kind is not None and kind in CTC_KINDS:
         if language is not None and kind in WAV2VEC2 and has_languages(location.path):
             catalog.pull_adapter(name, language, model_dir, progress, offline)
@@ -104,7 +112,7 @@ def load(
         return Recognizer(open_ctc(name, location.path, kind, where, precision, dtype, slots, language), where)
     checkpoint = open_checkpoint(location.path, name, location.parts)
     tokenizer = open_tokenizer(checkpoint, model_dir)
-    slots, encoder_batch = batch_size or _default_slots(where), 1
+    slots, encoder_batch = batch_size or _default_slots(where, drafts=draft is not None), 1
     int8_cache = precision in ("fp8", "int8", "int4")
     if where.memory is not None:
         found = _plan(checkpoint.config, where, precision, dtype, budget, slots)
@@ -114,7 +122,19 @@ def load(
         int8_cache |= found.has_int8_cache
         if precision == "auto":
             precision = found.precision
-    return assemble(name, checkpoint, tokenizer, where, dtype, slots, precision, int8_cache, encoder_batch)
+    drafts = None
+    if draft is not None:
+        drafts = open_draft(
+            *_find(draft, where, task, language, model_dir, offline, progress),
+            checkpoint,
+            tokenizer,
+            tokens=draft_tokens,
+            precision=precision,
+            dtype=dtype,
+            device=where.torch,
+            model_dir=model_dir,
+        )
+    return assemble(name, checkpoint, tokenizer, where, dtype, slots, precision, int8_cache, encoder_batch, drafts)
 
 
 def _plan(
@@ -143,11 +163,12 @@ def assemble(
     precision: Precision = "auto",
     int8_cache: bool = False,
     encoder_batch: int | None = None,
+    draft: DraftModel | None = None,
 ) -> Recognizer:
     """Load a checkpoint's weights and put the parts together.
 
     dtype: of activations and plain weights. slots: windows decoded together. int8_cache: keep keys and values of the
-    encoder's states in 8 bits. encoder_batch: windows encoded together.
+    encoder's states in 8 bits. encoder_batch: windows encoded together. draft: what drafts for it, if anything does.
     """
     adapt = pack_module if is_worth_packing(device.torch, dtype) else quantizer(precision)
     network = load_whisper(checkpoint, dtype, device.torch, adapt)
@@ -159,9 +180,12 @@ def assemble(
     )
     begin = checkpoint.begin_suppress_tokens
     engine_class: Callable[..., TorchWhisperEngine] = TorchWhisperEngine
+    if draft is not None:
+        engine_class = partial(SpeculativeWhisperEngine, draft=draft)
     if device.backend != "cpu":
         fp8 = fp8_dtype(device) if precision == "fp8" else None
-        engine_class = partial(GpuWhisperEngine, quantize_memory=int8_cache, fp8=fp8)
+        engine_class = GpuWhisperEngine if draft is None else partial(GpuSpeculativeEngine, draft=draft)
+        engine_class = partial(engine_class, quantize_memory=int8_cache, fp8=fp8)
     engine = engine_class(
         network,
         Vocabulary(
@@ -223,7 +247,9 @@ def _memory_size(size: str) -> int:
     return int(float(found[1]) * (1024 if found[3] else 1000) ** " kmgt".index(found[2] or " "))
 
 
-def _default_slots(device: Device) -> int:
+def _default_slots(device: Device, *, drafts: bool = False) -> int:
+    if drafts:  # many windows together read the weights once for all, and drafts would only be more to compute
+        return 1 if device.memory is None else 4
     if device.memory is None:
         return 3  # eight are about 10 % faster on two cores, but take base well above 1 GB of memory
     return 16 if device.memory < 12 << 30 else 48 if device.memory < 60 << 30 else 128

@@ -152,6 +152,8 @@ def _open(
         "threads": model.threads,
         "bytes": weights_size(name, model.model_dir),
     }
+    if model.draft is not None:
+        asked |= {"draft": model.draft, "draft_tokens": model.draft_tokens}
     return Evaluation(
         evaluation.output_dir,
         corpus,

@@ -10,7 +10,7 @@ import torch
 import stapes
 from stapes.checkpoints import catalog
 from stapes.devices.backend import choose_dtype
-from stapes.errors import ModelError, StapesError
+from stapes.errors import ModelError, StapesError, UsageError
 from stapes.evaluation.peers import Peer, is_peer, open_peer
 from stapes.evaluation.results import ModelFacts
 from stapes.options import Backend, Precision, TranscribeOptions
@@ -56,6 +56,8 @@ def open_system(
     model_dir: str | None = None,
     offline: bool = False,
     progress: Progress | None = None,
+    draft: str | None = None,
+    draft_tokens: int = 5,
 ) -> Peer:
     """Load our model of this name, folder, id or file (as ``stapes.load``), or the peer that it names.
 
@@ -63,6 +65,8 @@ def open_system(
     """
     options = options or TranscribeOptions()
     if is_peer(name):
+        if draft is not None:
+            raise UsageError(f"--draft is for our own models, and {name} is a peer: leave it out")
         return open_peer(name, options=options, device=device, threads=threads, model_dir=model_dir, offline=offline)
     recognizer = stapes.load(
         name,
@@ -75,6 +79,8 @@ def open_system(
         offline=offline,
         language=options.language,
         progress=progress,
+        draft=draft,
+        draft_tokens=draft_tokens,
     )
     location = catalog.find(name, model_dir)
     facts = ModelFacts(
