@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from stapes.training.config import TrainConfig
     from stapes.training.trainer import Result
 
-_RECIPES = "ctc, attention, hybrid, wav2vec2, whisper_ctc, words or commands."
+_RECIPES = "ctc, attention, hybrid, wav2vec2, pretrain, pretrain_large, whisper_ctc, words or commands."
 
 _USELESS_WER = 0.9
 
@@ -45,6 +45,7 @@ def train(
 
         stapes train ctc --train corpus/train.jsonl.gz --dev corpus/dev.jsonl.gz -o runs/mine
         stapes train whisper_ctc --train … --dev … -o runs/tiny --set model.init=tiny.en
+        stapes train pretrain --train … -o runs/base --set model.init=facebook/wav2vec2-base
         stapes train ctc --config run.toml --set optimizer.peak_lr=1e-4 --dry-run
         torchrun --nproc-per-node 8 -m stapes train ctc --config run.toml --strategy fsdp
 
@@ -188,6 +189,8 @@ def _summary(result: Result, settings: TrainConfig) -> str:
     if result.interrupted:
         return f"interrupted after step {result.steps}: the same command with --resume goes on\n"
     lines: list[Any] = [f"{result.steps} steps in {clock(result.seconds)}"]
+    if result.accuracy is not None:
+        lines.append(f"dev: contrastive loss {result.loss:.4f}, accuracy {100 * result.accuracy:.2f} %")
     if result.wer is not None and result.cer is not None:
         lines.append(f"dev: WER {100 * result.wer:.2f} %, CER {100 * result.cer:.2f} %")
         if result.wer >= _USELESS_WER:
@@ -195,5 +198,8 @@ def _summary(result: Result, settings: TrainConfig) -> str:
                 "The model writes next to nothing useful yet: give it more data, more steps (--set run.epochs=…), "
                 "or weights to start from (--set model.init=…)"
             )
-    lines.append(f"wrote {result.model}: stapes transcribe --model {result.model} RECORDING")
+    if settings.objective.kind == "contrastive":
+        lines.append(f"wrote {result.model}: stapes train wav2vec2 --set model.init={result.model}")
+    else:
+        lines.append(f"wrote {result.model}: stapes transcribe --model {result.model} RECORDING")
     return "\n".join(lines) + "\n"

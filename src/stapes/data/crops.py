@@ -104,7 +104,8 @@ def crop_lengths(lengths: np.ndarray, shortest: float, longest: float, count: in
     `bucket_lengths` does.
     """
     end = longest + QUANTUM_SECONDS
-    return np.sort(end - bucket_lengths(end - np.clip(lengths, shortest, longest), count))
+    found = end - bucket_lengths(end - np.clip(lengths, shortest, longest), count)
+    return np.unique(found.clip(min=shortest))
 
 
 def cut_to(lengths: np.ndarray, edges: np.ndarray) -> np.ndarray:

@@ -12,9 +12,10 @@ step comes out the same, bit for bit, whenever it is made again.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -53,6 +54,8 @@ class Quantized(NamedTuple):
     """(batch, frames, code width): the chosen entries, with the gradient of the soft choice."""
     chosen: Tensor
     """(batch, frames, groups) int64: their numbers."""
+    choice: Tensor
+    """(batch, frames, groups, codes) float32: 1 for these, 0 for the others."""
     probabilities: Tensor
     """(batch, frames, groups, codes) float32, without noise and temperature."""
 
@@ -84,7 +87,7 @@ class Quantizer(nn.Module):
             chosen = logits.argmax(dim=-1)
             choice = F.one_hot(chosen, self.codes).to(logits.dtype)
         vectors = torch.einsum("btgc,gcw->btgw", choice.to(self.codebooks.dtype), self.codebooks).flatten(2)
-        return Quantized(vectors, chosen, probabilities)
+        return Quantized(vectors, chosen, choice.detach(), probabilities)
 
 
 def gumbel_noise_like(logits: Tensor) -> Tensor:
@@ -164,17 +167,18 @@ class Wav2Vec2Pretraining(nn.Module):
         states = self.encoder.transform(self.encoder.projection.project(normed), counts, mask)
         quantized = self.quantizer(self.feature_dropout(normed), temperature, noise)
         predicted, targets = self.state_projection(states), self.code_projection(quantized.vectors)
-        with torch.autocast(waveform.device.type, enabled=False):
+        with _without_autocast(waveform.device):
             weights = mask.float()
             hidden = weights.sum()
             losses, right = contrast(
-                predicted.float(), targets.float(), self.identities(quantized.chosen), negatives, self.logit_temperature
+                predicted.float(),
+                targets.float(),
+                self.identities(quantized.chosen),
+                negatives,
+                self.config.logit_temperature,
             )
             used = perplexity(quantized.probabilities, weights)
             real = features.numel() if counts is None else counts.sum().clamp(min=1) * features.shape[2]
-            with torch.no_grad():
-                shares = F.one_hot(quantized.chosen, self.config.codes).float()
-                chosen = perplexity(shares, weights)
             rows = (losses * weights).sum(dim=1)
             return PretrainingOutput(
                 contrastive=rows.sum(),
@@ -182,19 +186,19 @@ class Wav2Vec2Pretraining(nn.Module):
                 penalty=zero_padding(features, counts).float().square().sum() / real,
                 hidden=hidden,
                 correct=(right & mask).sum().float(),
-                code_perplexity=chosen,
+                code_perplexity=perplexity(quantized.choice, weights),
                 rows=rows.detach(),
             )
-
-    @property
-    def logit_temperature(self) -> float:
-        """Cosine similarities are divided by it."""
-        return self.config.logit_temperature
 
     def identities(self, chosen: Tensor) -> Tensor:
         """One number for the codes of all groups, (batch, frames, groups) → (batch, frames)."""
         powers = self.config.codes ** torch.arange(self.config.code_groups, device=chosen.device)
         return (chosen * powers).sum(dim=-1)
+
+
+def _without_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """Tensors without values know no autocast."""
+    return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
 
 
 def contrast(

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from stapes.data.options import AugmentOptions
 from stapes.errors import UsageError
 
-ObjectiveKind = Literal["ctc", "attention", "hybrid"]
+ObjectiveKind = Literal["ctc", "attention", "hybrid", "contrastive"]
 Precision = Literal["auto", "fp32", "bf16", "fp16"]
 Strategy = Literal["auto", "single", "ddp", "fsdp", "deepspeed"]
 
@@ -63,15 +63,15 @@ class ModelOptions:
 
     init: str | None = None
     """The model whose encoder training starts from: Whisper (a name, a folder, a .pt file), wav2vec 2.0, HuBERT, or
-    one trained here. None: a Conformer of the sizes below, from nothing."""
+    one trained here. None: a network of the sizes below, from nothing: a Conformer, or a wav2vec 2.0 to pre-train."""
     mel_bins: int = 80
     """Bands of the log-mel spectrogram."""
     width: int = 256
-    """Width of the Conformer."""
+    """Width of the encoder."""
     layers: int = 12
-    """Layers of the Conformer."""
+    """Layers of the encoder."""
     heads: int = 4
-    """Attention heads of the Conformer; 0: convolutions alone, which cannot learn whole sentences by heart."""
+    """Attention heads of the encoder. Conformer, 0: convolutions alone, which cannot learn whole sentences by heart."""
     mlp_width: int = 1024
     """Inner width of its MLPs."""
     conv_kernel: int = 31
@@ -104,15 +104,58 @@ class ObjectiveOptions:
     """What is minimised."""
 
     kind: ObjectiveKind = "ctc"
-    """ctc; attention: a decoder that writes token by token; hybrid: both at once."""
+    """ctc; attention: a decoder that writes token by token; hybrid: both at once; contrastive: pre-training from audio
+    alone, see pretraining."""
     ctc_weight: float = 0.3
     """hybrid: share of CTC in the loss."""
     label_smoothing: float = 0.1
     """attention, hybrid: probability that the decoder's target gives to all other tokens together."""
     hide_time: float = 0.0
-    """wav2vec 2.0: share of frames that hidden spans would cover if none overlapped; 0: none."""
+    """ctc with wav2vec 2.0, contrastive: share of frames that hidden spans would cover if none overlapped; 0: none."""
     hide_time_length: int = 10
-    """wav2vec 2.0: frames in a hidden span."""
+    """Frames in a hidden span."""
+
+
+@dataclass(kw_only=True, slots=True)
+class PretrainingOptions:
+    """wav2vec 2.0 learns from audio alone (objective.kind is contrastive; objective.hide_time are its masks)."""
+
+    crop_seconds: float = 15.6
+    """Utterances are cut, anywhere, to one of a few lengths (data.buckets at most); the longest of these."""
+    least_seconds: float = 2.0
+    """The shortest of these; what is shorter is padded to it."""
+    conv_norm: Literal["group", "layer"] = "group"
+    """A model from nothing. group: like base, which normalises what its first convolution says; layer: like the large
+    models of LV-60k, which normalise after each convolution, and before attention and MLP."""
+    code_groups: int = 2
+    """Code books of the quantiser."""
+    codes: int = 320
+    """Entries of each."""
+    code_width: int = 256
+    """Width of the entries of all groups together."""
+    projection_width: int = 256
+    """Width in which codes and what the network says are compared."""
+    negatives: int = 100
+    """Other hidden frames of the recording that the right code is to be told from."""
+    diversity_weight: float = 0.1
+    """Weight of the penalty for using few codes."""
+    feature_penalty: float = 10.0
+    """Weight of the mean square of the convolutions' features."""
+    feature_gradient: float = 0.1
+    """What the gradient of the convolutions is multiplied with."""
+    logit_temperature: float = 0.1
+    """Cosine similarities are divided by it."""
+    temperature: float = 2.0
+    """Of the Gumbel softmax in the first step."""
+    final_temperature: float = 0.5
+    """It does not fall below that."""
+    temperature_decay: float = 0.999995
+    """It is multiplied with that in each step."""
+    least_perplexity: float = 6.0
+    """Codes whose perplexity, summed over the groups, is lower have collapsed: a model that uses a handful of codes
+    learns nothing. It is at most code_groups × codes."""
+    collapse_lines: int = 30
+    """Lines of the log in a row with collapsed codes that end the run."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -127,6 +170,8 @@ class OptimizerOptions:
     """Steps in which the learning rate grows from nothing, at most a third of all."""
     hold_steps: int = 0
     """Steps at the highest learning rate before it falls."""
+    decay: Literal["cosine", "linear"] = "cosine"
+    """How it falls."""
     betas: list[float] = field(default_factory=lambda: [0.9, 0.98])
     """Decay of AdamW's two running means."""
     epsilon: float = 1e-8
@@ -233,6 +278,7 @@ class TrainConfig:
     masks: MaskOptions = field(default_factory=MaskOptions)
     model: ModelOptions = field(default_factory=ModelOptions)
     objective: ObjectiveOptions = field(default_factory=ObjectiveOptions)
+    pretraining: PretrainingOptions = field(default_factory=PretrainingOptions)
     optimizer: OptimizerOptions = field(default_factory=OptimizerOptions)
     run: RunOptions = field(default_factory=RunOptions)
     checkpoint: CheckpointOptions = field(default_factory=CheckpointOptions)
@@ -258,8 +304,21 @@ class TrainConfig:
             raise UsageError(f"optimizer.betas is {self.optimizer.betas}: give two numbers, such as [0.9, 0.98]")
         if self.model.width % max(1, self.model.heads) or not self.model.conv_kernel % 2:
             raise UsageError("model.width must be a multiple of model.heads, and model.conv_kernel odd")
+        if self.objective.kind == "contrastive":
+            self._check_pretraining()
         if self.checkpoint.average > 1 and not self.data.dev:
             raise UsageError("checkpoint.average compares on dev manifests: give data.dev, or average 1")
+
+    def _check_pretraining(self) -> None:
+        options = self.pretraining
+        if not self.objective.hide_time:
+            raise UsageError("objective.hide_time is 0: pre-training hides frames and guesses them, 0.65 is usual")
+        if options.code_width % options.code_groups:
+            raise UsageError("pretraining.code_width must be a multiple of pretraining.code_groups")
+        if options.least_seconds > options.crop_seconds or options.crop_seconds > self.data.batch_seconds:
+            raise UsageError("pretraining.least_seconds, crop_seconds and data.batch_seconds must not get smaller")
+        if tuple(self.augment.speeds) != (1.0,):
+            raise UsageError("augment.speeds would change the lengths of crops: leave them at 1.0 in pre-training")
 
 
 _BIG = 1e9
@@ -286,6 +345,22 @@ _RANGES: list[tuple[str, str, float, float]] = [
     ("objective", "ctc_weight", 0.0, 1.0),
     ("objective", "label_smoothing", 0.0, 0.9),
     ("objective", "hide_time", 0.0, 1.0),
+    ("pretraining", "crop_seconds", 0.5, 3600.0),
+    ("pretraining", "least_seconds", 0.5, 3600.0),
+    ("pretraining", "code_groups", 1, 16),
+    ("pretraining", "codes", 2, 65_536),
+    ("pretraining", "code_width", 1, 16_384),
+    ("pretraining", "projection_width", 1, 16_384),
+    ("pretraining", "negatives", 1, 10_000),
+    ("pretraining", "diversity_weight", 0.0, _BIG),
+    ("pretraining", "feature_penalty", 0.0, _BIG),
+    ("pretraining", "feature_gradient", 0.0, 1.0),
+    ("pretraining", "logit_temperature", 1e-3, 10.0),
+    ("pretraining", "temperature", 1e-3, 100.0),
+    ("pretraining", "final_temperature", 1e-3, 100.0),
+    ("pretraining", "temperature_decay", 0.0, 1.0),
+    ("pretraining", "least_perplexity", 0.0, _BIG),
+    ("pretraining", "collapse_lines", 1, _BIG),
     ("optimizer", "peak_lr", 0.0, 10.0),
     ("optimizer", "final_lr", 0.0, 1.0),
     ("optimizer", "warmup_steps", 0, _BIG),

@@ -6,8 +6,9 @@ import os
 from dataclasses import dataclass
 
 from stapes.data.buckets import BucketSampler
-from stapes.data.manifest import Manifest
+from stapes.data.crops import Crops
 from stapes.training.config import TrainConfig
+from stapes.training.corpus import open_manifest
 from stapes.training.networks import build_network
 from stapes.training.optimizer import freeze
 from stapes.training.parallel import Processes, choose_strategy
@@ -72,7 +73,7 @@ def plan_run(config: TrainConfig) -> RunPlan:
     device = resolve(config.run.device)
     processes = Processes(0, world_size, device)
     precision, strategy = choose_precision(config, processes), choose_strategy(config.parallel, world_size)
-    manifest = Manifest(*config.data.train)
+    manifest = open_manifest(config, config.data.train)
     tokenizer = open_vocabulary(config, manifest, None)
     network, _ = build_network(config, tokenizer, config.seed)
     freeze(network, config.optimizer)
@@ -86,6 +87,7 @@ def plan_run(config: TrainConfig) -> RunPlan:
         max_rows=config.data.max_rows,
         speeds=config.augment.speeds,
         keys=manifest.keys,
+        edges=manifest.edges if isinstance(manifest, Crops) else None,
     )
     per_epoch = sampler.steps(0)
     steps = config.run.steps or max(1, round((config.run.epochs or 0) * per_epoch))
@@ -106,7 +108,7 @@ def plan_run(config: TrainConfig) -> RunPlan:
         recipe=config.recipe,
         parameters=every,
         trained_parameters=trained,
-        vocabulary=tokenizer.size,
+        vocabulary=0 if tokenizer is None else tokenizer.size,
         utterances=len(manifest),
         hours=corpus / 3600,
         device=device.name,

@@ -21,6 +21,7 @@ from stapes.checkpoints.spectrogram_models import (
     save_spectrogram_model,
 )
 from stapes.checkpoints.wav2vec2 import Wav2Vec2Checkpoint, load_wav2vec2, open_wav2vec2, save_wav2vec2
+from stapes.checkpoints.wav2vec2_pretraining import save_pretraining
 from stapes.data.manifest import Manifest
 from stapes.data.masking import SpecAugment, span_mask
 from stapes.data.reading import read_promised
@@ -30,10 +31,12 @@ from stapes.models.conformer import Conformer, ConformerConfig
 from stapes.models.ctc_head import CTC, CTCConfig, WhisperEncoder
 from stapes.models.hybrid import Hybrid, HybridConfig
 from stapes.models.wav2vec2 import Wav2Vec2
+from stapes.models.wav2vec2_pretraining import Wav2Vec2Pretraining
 from stapes.text.ctc_tokenizer import CTCTokenizer
 from stapes.text.files import read_json
 from stapes.training.config import MaskOptions, ModelOptions, TrainConfig
 from stapes.training.objectives import Objective, SpectrogramObjective, Wav2Vec2Objective
+from stapes.training.pretraining import ContrastiveObjective, build_pretraining
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -68,11 +71,18 @@ def find_source(init: str) -> Source:
     return Source(found.path, kind if kind in KINDS else "whisper", found.parts)
 
 
-def build_network(config: TrainConfig, tokenizer: CTCTokenizer, seed: int) -> tuple[nn.Module, Source | None]:
+def build_network(config: TrainConfig, tokenizer: CTCTokenizer | None, seed: int) -> tuple[nn.Module, Source | None]:
     """The network on the CPU in float32, ready to train. Raises ModelError, UsageError."""
     options, objective = config.model, config.objective
     source = None if options.init is None else find_source(options.init)
     torch.manual_seed(seed)
+    if objective.kind == "contrastive":
+        if source is not None and source.kind != "wav2vec2":
+            raise UsageError(
+                f"model.init is {options.init!r}: wav2vec 2.0 is what can be pre-trained; name one, or none"
+            )
+        return build_pretraining(config, None if source is None else source.path), source
+    assert tokenizer is not None
     if source is not None and source.kind == "wav2vec2":
         if objective.kind != "ctc":
             raise UsageError(f"objective.kind is {objective.kind}: wav2vec 2.0 and HuBERT are trained with ctc")
@@ -171,8 +181,11 @@ def _wav2vec2(source: Source, options: ModelOptions, tokenizer: CTCTokenizer) ->
 def measure_corpus(network: nn.Module, manifest: Manifest, most: int = 300) -> None:
     """Tell a new Conformer the mean and the deviation of each mel bin over the corpus, from a few hundred utterances.
 
-    Those that cannot be read are passed over: training will name them.
+    Those that cannot be read are passed over: training will name them. Wav2vec 2.0, which hears waveforms, is told
+    nothing.
     """
+    if isinstance(network, Wav2Vec2Pretraining):
+        return
     assert isinstance(network, CTC | Hybrid)
     assert isinstance(network.encoder, Conformer)
     encoder = network.encoder
@@ -195,10 +208,14 @@ def measure_corpus(network: nn.Module, manifest: Manifest, most: int = 300) -> N
 
 
 def build_objective(
-    config: TrainConfig, network: nn.Module, source: Source | None, tokenizer: CTCTokenizer, dtype: torch.dtype
+    config: TrainConfig, network: nn.Module, source: Source | None, tokenizer: CTCTokenizer | None, dtype: torch.dtype
 ) -> Objective:
     """What is minimised. dtype: of products."""
     options = config.objective
+    if isinstance(network, Wav2Vec2Pretraining):
+        normalize = True if source is None else open_wav2vec2(source.path).normalize
+        return ContrastiveObjective(network, dtype, config.pretraining, options, normalize=normalize)
+    assert tokenizer is not None
     if isinstance(network, Wav2Vec2):
         assert source is not None
         hide = None
@@ -233,7 +250,7 @@ def _spec_augment(masks: MaskOptions) -> SpecAugment | None:
 
 def layers_of(network: nn.Module) -> list[nn.Module]:
     """The layers of the encoder: what is computed again, compiled and shared out one by one."""
-    assert isinstance(network, CTC | Hybrid | Wav2Vec2)
+    assert isinstance(network, CTC | Hybrid | Wav2Vec2 | Wav2Vec2Pretraining)
     return list(network.encoder.layers)
 
 
@@ -242,7 +259,7 @@ def save_model(
     network: nn.Module,
     source: Source | None,
     weights: Mapping[str, Tensor],
-    tokenizer: CTCTokenizer,
+    tokenizer: CTCTokenizer | None,
     dtype: torch.dtype,
 ) -> None:
     """Write ``weights`` as a model that ``stapes transcribe --model`` opens, and ``transformers`` where it can.
@@ -250,6 +267,17 @@ def save_model(
     ``network`` says which sizes; its own weights do not matter. Raises OutputError where the folder cannot be written.
     """
     converted = {name: tensor.to(dtype) for name, tensor in weights.items()}
+    if isinstance(network, Wav2Vec2Pretraining):
+        before = None if source is None else open_wav2vec2(source.path)
+        save_pretraining(
+            folder,
+            network.config,
+            converted,
+            normalize=before is None or before.normalize,
+            settings=None if before is None else before.settings,
+        )
+        return
+    assert tokenizer is not None
     if isinstance(network, CTC | Hybrid):
         save_spectrogram_model(folder, network.config, converted, tokenizer, dtype)
         return

@@ -27,7 +27,7 @@ def is_decayed(name: str, parameter: Tensor) -> bool:
 
 
 def schedule(step: int, total: int, options: OptimizerOptions) -> float:
-    """The share of the peak learning rate at a step counted from 0: warm-up, hold, cosine down to the final share."""
+    """The share of the peak learning rate at a step counted from 0: warm-up, hold, down to the final share."""
     warmup = min(options.warmup_steps, total // 3)
     if step < warmup:
         return (step + 1) / warmup
@@ -35,7 +35,8 @@ def schedule(step: int, total: int, options: OptimizerOptions) -> float:
     if step < begin:
         return 1.0
     progress = min(1.0, (step - begin) / max(1, total - begin))
-    return options.final_lr + (1 - options.final_lr) * 0.5 * (1 + math.cos(math.pi * progress))
+    left = 1 - progress if options.decay == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
+    return options.final_lr + (1 - options.final_lr) * left
 
 
 def freeze(network: nn.Module, options: OptimizerOptions) -> None:

@@ -20,9 +20,13 @@ from stapes.devices.backend import Device
 from stapes.models.ctc_head import CTC
 from stapes.models.hybrid import Hybrid
 from stapes.models.wav2vec2 import Wav2Vec2
+from stapes.models.wav2vec2_pretraining import Wav2Vec2Pretraining
 
 _USUAL_SHARE = 0.3
 """Of a GPU's peak that training reaches: what time is estimated from."""
+
+_NEGATIVES = 100
+"""Of each frame in pre-training; their number costs no product."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +43,7 @@ class Costs:
     """Costs of batches of one network, by shape."""
 
     def __init__(self, network: nn.Module) -> None:
-        assert isinstance(network, CTC | Hybrid | Wav2Vec2)
+        assert isinstance(network, CTC | Hybrid | Wav2Vec2 | Wav2Vec2Pretraining)
         with torch.device("meta"):
             self._network: Any = type(network)(network.config)  # pyright: ignore[reportArgumentType]
         self._frozen = {
@@ -66,6 +70,11 @@ class Costs:
         with counter, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             if isinstance(network, Wav2Vec2):
                 network(torch.empty(rows, samples, device="meta"), lengths)
+            elif isinstance(network, Wav2Vec2Pretraining):
+                frames = max(1, network.config.network.feature_count(samples))
+                mask = torch.ones(rows, frames, dtype=torch.bool, device="meta")
+                negatives = torch.zeros(rows, frames, _NEGATIVES, dtype=torch.int64, device="meta")
+                network(torch.empty(rows, samples, device="meta"), lengths, mask, negatives)
             else:
                 mel = torch.empty(rows, network.config.encoder.mel_bins, -(-samples // HOP), device="meta")
                 frames = (lengths + HOP - 1) // HOP
@@ -78,9 +87,10 @@ class Costs:
         forward = sum(counts["Global"].values())
         frozen = sum(sum(counts.get(f"{name}.{child}", {}).values()) for child in self._frozen)
         dropped = 0.0
-        if isinstance(network, Wav2Vec2):
-            layers = (counts.get(f"{name}.encoder.layers.{number}", {}) for number in range(network.config.layers))
-            dropped = network.config.layer_drop * sum(sum(layer.values()) for layer in layers)
+        if isinstance(network, Wav2Vec2 | Wav2Vec2Pretraining):
+            sizes = network.config if isinstance(network, Wav2Vec2) else network.config.network
+            layers = (counts.get(f"{name}.encoder.layers.{number}", {}) for number in range(sizes.layers))
+            dropped = sizes.layer_drop * sum(sum(layer.values()) for layer in layers)
         return Cost(3 * (forward - dropped) - 2 * frozen, sum(size for _, size in saved.values()))
 
 

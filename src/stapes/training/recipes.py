@@ -49,6 +49,40 @@ def wav2vec2() -> TrainConfig:
     return config
 
 
+def pretrain() -> TrainConfig:
+    """wav2vec 2.0 base from audio alone, as its paper has it; from model.init on where that is given.
+
+    The paper's batch is 64 times one of these: give it so many GPUs, or raise data.batch_seconds and
+    optimizer.accumulate.
+    """
+    config = TrainConfig(recipe="pretrain")
+    config.objective.kind, config.objective.hide_time = "contrastive", 0.65
+    model = config.model
+    model.width, model.layers, model.heads, model.mlp_width = 768, 12, 12, 3072
+    model.subsampling_channels, model.layer_drop = 512, 0.05
+    config.data.batch_seconds, config.data.buckets = 87.5, 6
+    config.optimizer.peak_lr, config.optimizer.epsilon, config.optimizer.clip_norm = 5e-4, 1e-6, 0.0
+    config.optimizer.warmup_steps, config.optimizer.decay = 32_000, "linear"
+    config.run.steps, config.run.evaluate_every = 400_000, 5_000
+    return config
+
+
+def pretrain_large() -> TrainConfig:
+    """The large network of LV-60k from audio alone, without dropout; the paper's batch is 128 times one of these."""
+    config = pretrain()
+    config.recipe = "pretrain_large"
+    model, pretraining = config.model, config.pretraining
+    model.width, model.layers, model.heads, model.mlp_width = 1024, 24, 16, 4096
+    model.dropout = model.layer_drop = 0.0
+    pretraining.conv_norm, pretraining.code_width, pretraining.projection_width = "layer", 768, 768
+    pretraining.feature_penalty, pretraining.feature_gradient = 0.0, 1.0
+    pretraining.crop_seconds, pretraining.final_temperature = 20.0, 0.1
+    config.data.batch_seconds = 75.0
+    config.optimizer.peak_lr, config.optimizer.warmup_steps = 3e-4, 20_000
+    config.run.steps = 250_000
+    return config
+
+
 def whisper_ctc() -> TrainConfig:
     """CTC on Whisper's encoder, which is tuned more gently than the new head; a small real CTC model in minutes."""
     config = ctc()
@@ -94,7 +128,8 @@ def commands() -> TrainConfig:
 
 
 RECIPES: Mapping[str, Callable[[], TrainConfig]] = {
-    recipe.__name__: recipe for recipe in (ctc, attention, hybrid, wav2vec2, whisper_ctc, words, commands)
+    recipe.__name__: recipe
+    for recipe in (ctc, attention, hybrid, wav2vec2, pretrain, pretrain_large, whisper_ctc, words, commands)
 }
 
 

@@ -10,6 +10,7 @@ import torch
 
 from stapes.data.augment import WaveformAugment
 from stapes.data.batching import TrainingData
+from stapes.data.crops import Crops
 from stapes.data.manifest import Manifest
 from stapes.devices.backend import usable_dtypes
 from stapes.errors import UsageError
@@ -17,6 +18,7 @@ from stapes.progress import Progress
 from stapes.text.ctc_tokenizer import CTCTokenizer
 from stapes.training.checkpoint import Checkpoints
 from stapes.training.config import TrainConfig, changes
+from stapes.training.corpus import open_manifest
 from stapes.training.deepspeed import DeepSpeedOptimizer
 from stapes.training.networks import DTYPES, build_network, build_objective, layers_of, measure_corpus
 from stapes.training.objectives import Objective, prepare
@@ -56,12 +58,12 @@ def open_run(config: TrainConfig, processes: Processes, progress: Progress, *, r
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = config.run.tf32
     checkpoints = Checkpoints(config.folder, config.checkpoint)
     step = _last_step(checkpoints, config.folder, resume)
-    manifest = Manifest(*config.data.train)
+    manifest = open_manifest(config, config.data.train)
     tokenizer = open_vocabulary(config, manifest, None if step is None else config.folder / "vocabulary")
     seconds = config.data.batch_seconds * _SMALLER ** _times_out_of_memory(config.folder)
     dev = None
     if config.data.dev:
-        dev_manifest = Manifest(*config.data.dev)
+        dev_manifest = open_manifest(config, config.data.dev)
         dev = _data(config, dev_manifest, tokenizer, processes, max(seconds, float(dev_manifest.durations.max()) + 0.1))
     precision = choose_precision(config, processes)
     strategy = choose_strategy(config.parallel, processes.world_size)
@@ -81,7 +83,13 @@ def open_run(config: TrainConfig, processes: Processes, progress: Progress, *, r
         wrapped = optimizer.engine
     else:
         wrapped = parallelize(
-            objective, layers, processes, strategy, config.parallel, DTYPES[precision], drops_layers=objective.drops_layers
+            objective,
+            layers,
+            processes,
+            strategy,
+            config.parallel,
+            DTYPES[precision],
+            drops_layers=objective.drops_layers,
         )
         optimizer = Optimizer(
             network,
@@ -93,7 +101,7 @@ def open_run(config: TrainConfig, processes: Processes, progress: Progress, *, r
     trainer = Trainer(config, processes, objective, wrapped, optimizer, data, dev, source, precision, progress)
     if step is not None:
         _restore(trainer, checkpoints, step, progress)
-    elif processes.is_first:
+    elif processes.is_first and tokenizer is not None:
         _keep_vocabulary(tokenizer, config.folder / "vocabulary")
     processes.wait()
     left = (total - trainer.step) * float(manifest.durations.sum()) / max(1, data.steps(0))
@@ -126,17 +134,21 @@ def _keep_vocabulary(tokenizer: CTCTokenizer, folder: Path) -> None:
 def _data(
     config: TrainConfig,
     manifest: Manifest,
-    tokenizer: CTCTokenizer,
+    tokenizer: CTCTokenizer | None,
     processes: Processes,
     seconds: float,
     *,
     train: bool = False,
 ) -> TrainingData:
+    augment, edges = WaveformAugment(config.augment) if train else None, None
+    if isinstance(manifest, Crops):
+        augment, edges = manifest.cut(augment), manifest.edges
     return TrainingData(
         manifest,
         encoder_of(tokenizer),
         budget_seconds=seconds,
-        augment=WaveformAugment(config.augment) if train else None,
+        augment=augment,
+        edges=edges,
         world_size=processes.world_size,
         rank=processes.rank,
         seed=config.seed,
@@ -152,7 +164,7 @@ def _data(
 def _largest_that_fits(
     config: TrainConfig,
     manifest: Manifest,
-    tokenizer: CTCTokenizer,
+    tokenizer: CTCTokenizer | None,
     processes: Processes,
     objective: Objective,
     seconds: float,

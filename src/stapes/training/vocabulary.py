@@ -16,11 +16,13 @@ from stapes.training.config import TrainConfig
 _MOST_WORDS = 2000
 
 
-def open_vocabulary(config: TrainConfig, manifest: Manifest, kept: Path | None) -> CTCTokenizer:
+def open_vocabulary(config: TrainConfig, manifest: Manifest, kept: Path | None) -> CTCTokenizer | None:
     """The tokenizer of a run that was begun before (``kept``), of a folder, or of the training text.
 
-    Raises UsageError for one that cannot be made, or that a decoder cannot use.
+    None where nothing is written. Raises UsageError for one that cannot be made, or that a decoder cannot use.
     """
+    if config.objective.kind == "contrastive":
+        return None
     if kept is not None:
         return CTCTokenizer.from_folder(kept)
     wanted = config.data.vocabulary
@@ -53,11 +55,21 @@ def word_vocabulary(manifest: Manifest) -> CTCTokenizer:
     return CTCTokenizer({token: id for id, token in enumerate(tokens)}, delimiter=delimiter)
 
 
-def encoder_of(tokenizer: CTCTokenizer) -> TextEncoder:
+def encoder_of(tokenizer: CTCTokenizer | None) -> TextEncoder:
     """How training texts are written with a vocabulary: by words where these are tokens."""
+    if tokenizer is None:
+        return NoText()
     mark = tokenizer.delimiter or ""
     has_words = any(len(token) > 1 and token.startswith(mark) for token in tokenizer.vocabulary) if mark else False
     return WordEncoder(tokenizer) if has_words and mark in tokenizer.vocabulary else tokenizer
+
+
+class NoText:
+    """Takes no notice of texts."""
+
+    def encode(self, text: str) -> list[int]:
+        """No token."""
+        return []
 
 
 class WordEncoder:
