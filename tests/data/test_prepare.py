@@ -123,6 +123,18 @@ def test_rejects_that_are_expected_are_no_failure(tmp_path, capsys):
     assert "left out: 1 (1 too long)" in out
 
 
+def test_without_texts_recordings_are_kept_and_their_texts_are_not(tmp_path):
+    """For pre-training: nobody has to have written anything, and what is written must not be a reason."""
+    write(tmp_path / "in" / "alone.wav", 1.0)
+    write(tmp_path / "in" / "beside.wav", 1.2)
+    (tmp_path / "in" / "beside.txt").write_text("far too long a text to be spoken in a second " * 9)
+    report = prepare("folder", tmp_path / "in", tmp_path / "out", PrepareOptions(jobs=1, untranscribed=True))
+    assert not report["rejected"]["count"]
+    assert [each.text for each in Manifest(tmp_path / "out" / "train.jsonl.gz")] == ["", ""]
+    strict = prepare("folder", tmp_path / "in", tmp_path / "strict", PrepareOptions(jobs=1))
+    assert strict["rejected"]["by_reason"] == {"no text": 1, "text too long": 1}
+
+
 def test_nothing_kept_is_a_failure_with_its_reasons(tmp_path, capsys):
     source = simple(tmp_path / "in", [0.5, 1.0])
     out = tmp_path / "out"
