@@ -1,22 +1,25 @@
 """The CTC loss of each recording of a batch, and which recordings have none.
 
-Graves et al. 2006 (https://doi.org/10.1145/1143844.1143891), as PyTorch computes it. A text that needs more frames than
-its recording has cannot be said by any path; its loss is infinite, its gradient is not a number. ``zero_infinity``
-silences these and whatever else is infinite. Here they are found beforehand, from the lengths alone, and named;
-a loss that is infinite for another reason (probabilities of zero, say) stays so.
+Graves et al. 2006 (https://doi.org/10.1145/1143844.1143891), as PyTorch computes it, on GPUs by a kernel of ours. A
+text that needs more frames than its recording has cannot be said by any path; its loss is infinite, its gradient is not
+a number. PyTorch's ``zero_infinity`` silences these and whatever else is infinite. Here they are found beforehand, from
+the lengths alone, and named; a loss that is infinite for another reason (probabilities of zero, say) stays so.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from stapes.errors import UsageError
+from stapes.kernels.ctc_loss import ctc_loss
+from stapes.kernels.jit import can_launch
 
 
 class Impossible(NamedTuple):
@@ -91,16 +94,43 @@ def ctc_losses(
     if rows == 0 or frames == 0:  # nothing is said with certainty
         return CTCLosses(log_probs.sum(dim=(1, 2)), too_short)
     log_probs = log_probs.to(torch.promote_types(log_probs.dtype, torch.float32))
-    losses = F.ctc_loss(
-        log_probs.transpose(0, 1),
-        padded.to(log_probs.device, non_blocking=True),
-        torch.tensor(real),
-        torch.tensor([len(ids) for ids in kept]),
-        blank=blank,
-        reduction="none",
-        zero_infinity=False,
-    )
+    counts = torch.tensor([len(ids) for ids in kept])
+    if log_probs.dtype == torch.float32 and can_launch(log_probs.device):
+        numbers = (each.int().to(log_probs.device, non_blocking=True) for each in (torch.tensor(real), padded, counts))
+        losses: Tensor = _Losses.apply(log_probs, *numbers, blank)
+    else:
+        losses = F.ctc_loss(
+            log_probs.transpose(0, 1),
+            padded.to(log_probs.device, non_blocking=True),
+            torch.tensor(real),
+            counts,
+            blank=blank,
+            reduction="none",
+            zero_infinity=False,
+        )
     if too_short:
         possible = torch.tensor([row not in left_out for row in range(rows)]).to(losses.device, non_blocking=True)
         losses = torch.where(possible, losses, 0.0)
     return CTCLosses(losses, too_short)
+
+
+class _Losses(torch.autograd.Function):
+    """`stapes.kernels.ctc_loss`, whose gradients come with the losses."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, log_probs: Tensor, lengths: Tensor, targets: Tensor, target_lengths: Tensor, blank: int
+    ) -> Tensor:
+        losses, gradient = ctc_loss(
+            log_probs, lengths, targets, target_lengths, blank, gradient=ctx.needs_input_grad[0]
+        )
+        ctx.save_for_backward(gradient)
+        return losses
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (gradient,) = ctx.saved_tensors
+        # A row that counts for nothing may be one whose gradients are not numbers.
+        counted = torch.where((grad == 0)[:, None, None], 0.0, gradient * grad[:, None, None])
+        return counted, None, None, None, None
