@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +20,7 @@ from stapes.data.masking import SpecAugment
 from stapes.decoding.ctc import greedy
 from stapes.inference.spectrograms import log_mel_rows
 from stapes.models.ctc_head import CTC
-from stapes.models.ctc_loss import ctc_losses
+from stapes.models.ctc_loss import ctc_losses, frames_needed
 from stapes.models.hybrid import Hybrid, state_mask
 from stapes.models.wav2vec2 import Wav2Vec2
 from stapes.models.wav2vec2_pretraining import Wav2Vec2Pretraining
@@ -166,15 +166,61 @@ class Objective(nn.Module):
             names=prepared.batch.ids,
             impossible="report",
         )
-        said = [
-            f"{prepared.batch.ids[each.row]}: its {each.tokens} tokens need {each.needed} frames and there are "
-            f"{each.frames}: left out"
-            for each in found.impossible
-        ]
-        return found.losses, said
+        return found.losses, [_too_short(prepared, *each) for each in found.impossible]
 
 
-class SpectrogramObjective(Objective):
+def _too_short(prepared: Prepared, row: int, tokens: int, needed: int, frames: int) -> str:
+    return f"{prepared.batch.ids[row]}: its {tokens} tokens need {needed} frames and there are {frames}: left out"
+
+
+class StagedObjective(Objective):
+    """One whose encoder can be cut between two layers: enter, through, finish is what `forward` does.
+
+    ``through`` may be done in several processes, each with some of the layers.
+    """
+
+    def enter(self, prepared: Prepared) -> Tensor:
+        """What the encoder's first layer reads, (batch, positions, width)."""
+        raise NotImplementedError
+
+    def positions(self, samples: int) -> int:
+        """How many positions that has for so many samples, padding included."""
+        raise NotImplementedError
+
+    def through(self, x: Tensor, prepared: Prepared) -> Tensor:
+        """The encoder's layers."""
+        raise NotImplementedError
+
+    def finish(self, x: Tensor, prepared: Prepared) -> Any:
+        """What the heads say to what the last layer gives: the argument of the two below."""
+        raise NotImplementedError
+
+    def losses_of(self, outputs: Any, prepared: Prepared) -> Losses:
+        """The loss of a batch."""
+        return self._losses(outputs, prepared)
+
+    def _losses(self, outputs: Any, prepared: Prepared) -> Losses:
+        raise NotImplementedError
+
+    def evaluated(self, outputs: Any, prepared: Prepared) -> Evaluated:
+        """The loss of a batch, and what is written."""
+        raise NotImplementedError
+
+    def frames(self, prepared: Prepared) -> list[int]:
+        """Real frames of each row's logits."""
+        raise NotImplementedError
+
+    def impossible(self, prepared: Prepared) -> list[str]:
+        """`Losses.impossible`, from the lengths alone."""
+        said = []
+        for row, (ids, frames) in enumerate(zip(prepared.targets, self.frames(prepared), strict=True)):
+            needed = frames_needed(ids)
+            if needed > frames:
+                said.append(_too_short(prepared, row, len(ids), needed, frames))
+        return said
+
+
+class SpectrogramObjective(StagedObjective):
     """CTC, attention or both over an encoder of log-mel spectrograms.
 
     ``ctc_weight``: 1 for a `CTC`; for a `Hybrid` the share of CTC in the loss, 0 without a CTC head. ``mask`` is
@@ -203,28 +249,59 @@ class SpectrogramObjective(Objective):
 
     def encode(self, prepared: Prepared) -> tuple[Tensor, Tensor, list[int]]:
         """States (batch, states, width), real ones (batch,) on the device, and on the host."""
-        config = self.network.config.encoder
+        states, counts = self.network.encoder(*self._spectrogram(prepared))
+        return states, counts, self.frames(prepared)
+
+    def _spectrogram(self, prepared: Prepared) -> tuple[Tensor, Tensor | None]:
+        """Log-mel spectrograms (batch, mel bins, frames of 10 ms), and real frames (batch,)."""
         with torch.autocast(prepared.batch.waveforms.device.type, enabled=False):
-            mel, frames = log_mel_rows(prepared.batch.waveforms, prepared.lengths, config.mel_bins)
+            bins = self.network.config.encoder.mel_bins
+            mel, frames = log_mel_rows(prepared.batch.waveforms, prepared.lengths, bins)
             if self.mask is not None and self.training:
                 real = (prepared.batch.lengths + HOP - 1) // HOP
                 mel = self.mask(mel.transpose(1, 2), real, prepared.batch.keys).transpose(1, 2)
-        states, counts = self.network.encoder(mel, frames)
-        return states, counts, [config.state_count(-(-samples // HOP)) for samples in prepared.samples]
+        return mel, frames
+
+    def frames(self, prepared: Prepared) -> list[int]:
+        return [self.positions(samples) for samples in prepared.samples]
+
+    def positions(self, samples: int) -> int:
+        return self.network.config.encoder.state_count(-(-samples // HOP))
+
+    def enter(self, prepared: Prepared) -> Tensor:
+        with self.autocast(prepared.batch.waveforms.device):
+            return self.network.encoder.enter(*self._spectrogram(prepared))[0]
+
+    def _counts(self, prepared: Prepared) -> Tensor | None:
+        lengths = prepared.lengths
+        return None if lengths is None else self.network.config.encoder.state_count((lengths + HOP - 1) // HOP)
+
+    def through(self, x: Tensor, prepared: Prepared) -> Tensor:
+        encoder: Any = self.network.encoder
+        with self.autocast(x.device):
+            return encoder.through(x, *encoder.beside(x.shape[1], self._counts(prepared), x.device))
+
+    def finish(self, x: Tensor, prepared: Prepared) -> _Outputs:
+        with self.autocast(x.device):
+            states, counts = self.network.encoder.leave(x, self._counts(prepared))
+            return self._read(states, counts, self.frames(prepared), prepared)
 
     def _outputs(self, prepared: Prepared) -> _Outputs:
-        network = self.network
         with self.autocast(prepared.batch.waveforms.device):
-            states, counts, frames = self.encode(prepared)
-            if isinstance(network, CTC):
-                return _Outputs(states, counts, frames, network.head(network.head_dropout(states)), None)
-            logits = None if network.head is None or not self.ctc_weight else network.ctc_logits(states)
-            written = None
-            if self.ctc_weight < 1:
-                tokens = F.pad(prepared.batch.targets.clamp(min=0), (1, 0), value=self.start)
-                mask = None if prepared.lengths is None else state_mask(counts, states.shape[1])
-                written, _ = network.decoder(tokens, states, mask)
-            return _Outputs(states, counts, frames, logits, written)
+            return self._read(*self.encode(prepared), prepared)
+
+    def _read(self, states: Tensor, counts: Tensor, frames: list[int], prepared: Prepared) -> _Outputs:
+        """What the heads say to the encoder's states."""
+        network = self.network
+        if isinstance(network, CTC):
+            return _Outputs(states, counts, frames, network.head(network.head_dropout(states)), None)
+        logits = None if network.head is None or not self.ctc_weight else network.ctc_logits(states)
+        written = None
+        if self.ctc_weight < 1:
+            tokens = F.pad(prepared.batch.targets.clamp(min=0), (1, 0), value=self.start)
+            mask = None if prepared.lengths is None else state_mask(counts, states.shape[1])
+            written, _ = network.decoder(tokens, states, mask)
+        return _Outputs(states, counts, frames, logits, written)
 
     def _losses(self, outputs: _Outputs, prepared: Prepared) -> Losses:
         weights = prepared.batch.weights
@@ -236,6 +313,10 @@ class SpectrogramObjective(Objective):
         if outputs.written is not None:
             rows = rows + (1 - self.ctc_weight) * self._attention(outputs.written, prepared)
         return Losses((rows * weights).sum(), rows.detach(), impossible)
+
+    def impossible(self, prepared: Prepared) -> list[str]:
+        has_ctc = self.network.head is not None and self.ctc_weight > 0
+        return super().impossible(prepared) if has_ctc else []
 
     def forward(self, prepared: Prepared) -> Losses:
         return self._losses(self._outputs(prepared), prepared)
@@ -259,7 +340,9 @@ class SpectrogramObjective(Objective):
 
     @torch.no_grad()
     def evaluate(self, prepared: Prepared) -> Evaluated:
-        outputs = self._outputs(prepared)
+        return self.evaluated(self._outputs(prepared), prepared)
+
+    def evaluated(self, outputs: _Outputs, prepared: Prepared) -> Evaluated:
         losses = self._losses(outputs, prepared)
         # With both heads CTC's is asked, which is quick and which joint decoding follows.
         if isinstance(self.network, Hybrid) and not self.ctc_weight:
@@ -270,7 +353,7 @@ class SpectrogramObjective(Objective):
         return Evaluated(losses, self._greedy(outputs.logits, outputs.frames))
 
 
-class Wav2Vec2Objective(Objective):
+class Wav2Vec2Objective(StagedObjective):
     """CTC on wav2vec 2.0 or HuBERT. ``hide``: the masks of fine-tuning, in training only."""
 
     network: Wav2Vec2  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -291,27 +374,63 @@ class Wav2Vec2Objective(Objective):
     def drops_layers(self) -> bool:
         return self.network.config.layer_drop > 0
 
-    def _logits(self, prepared: Prepared) -> tuple[Tensor, list[int]]:
-        config, lengths = self.network.config, prepared.lengths
-        waveform = prepared.batch.waveforms
+    def _inputs(self, prepared: Prepared) -> tuple[Tensor, Tensor | None]:
+        """The waveforms as the network reads them, and what is hidden of their frames."""
+        config, waveform = self.network.config, prepared.batch.waveforms
         if self.normalize:
-            waveform = normalize_waveform(waveform, lengths)
+            waveform = normalize_waveform(waveform, prepared.lengths)
         hidden = None
         if self.hide is not None and self.training:
             real, frames = config.feature_count(prepared.batch.lengths), config.feature_count(waveform.shape[1])
             hidden = self.hide(real, frames, prepared.batch.keys)
+        return waveform, hidden
+
+    def frames(self, prepared: Prepared) -> list[int]:
+        return [self.network.config.frame_count(samples) for samples in prepared.samples]
+
+    def positions(self, samples: int) -> int:
+        return max(1, self.network.config.feature_count(samples))
+
+    def _counts(self, prepared: Prepared) -> Tensor | None:
+        return None if prepared.lengths is None else self.network.config.feature_count(prepared.lengths)
+
+    def enter(self, prepared: Prepared) -> Tensor:
+        encoder = self.network.encoder
+        waveform, hidden = self._inputs(prepared)
         with self.autocast(waveform.device):
-            logits, _ = self.network(waveform, lengths, hidden=hidden)
-        return logits, [config.frame_count(samples) for samples in prepared.samples]
+            features = self.network.feature_extractor(waveform, prepared.lengths)
+            return encoder.enter(encoder.projection(features), self._counts(prepared), hidden)
+
+    def through(self, x: Tensor, prepared: Prepared) -> Tensor:
+        encoder = self.network.encoder
+        with self.autocast(x.device):
+            return encoder.through(x, *encoder.beside(x.shape[1], self._counts(prepared), x.device))
+
+    def finish(self, x: Tensor, prepared: Prepared) -> Tensor:
+        network = self.network
+        assert network.head is not None
+        with self.autocast(x.device):
+            x = network.encoder.leave(x)
+            if network.downsampling is not None:
+                x = network.downsampling(x, self._counts(prepared))
+            return network.head(network.head_dropout(x))
+
+    def _logits(self, prepared: Prepared) -> Tensor:
+        waveform, hidden = self._inputs(prepared)
+        with self.autocast(waveform.device):
+            logits, _ = self.network(waveform, prepared.lengths, hidden=hidden)
+        return logits
 
     def forward(self, prepared: Prepared) -> Losses:
-        return self._losses(*self._logits(prepared), prepared)
+        return self._losses(self._logits(prepared), prepared)
 
-    def _losses(self, logits: Tensor, frames: list[int], prepared: Prepared) -> Losses:
-        rows, impossible = self._ctc(logits, frames, prepared)
+    def _losses(self, outputs: Tensor, prepared: Prepared) -> Losses:
+        rows, impossible = self._ctc(outputs, self.frames(prepared), prepared)
         return Losses((rows * prepared.batch.weights).sum(), rows.detach(), impossible)
 
     @torch.no_grad()
     def evaluate(self, prepared: Prepared) -> Evaluated:
-        logits, frames = self._logits(prepared)
-        return Evaluated(self._losses(logits, frames, prepared), self._greedy(logits, frames))
+        return self.evaluated(self._logits(prepared), prepared)
+
+    def evaluated(self, outputs: Tensor, prepared: Prepared) -> Evaluated:
+        return Evaluated(self._losses(outputs, prepared), self._greedy(outputs, self.frames(prepared)))
