@@ -16,10 +16,21 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from stapes.errors import StapesError
     from stapes.options import TranscribeOptions
+    from stapes.progress import Cancellation
     from stapes.recognizer import Recognizer, load
     from stapes.transcript import Alternative, Segment, Transcript, Word
 
-__all__ = ["Alternative", "Recognizer", "Segment", "StapesError", "TranscribeOptions", "Transcript", "Word", "load"]
+__all__ = [
+    "Alternative",
+    "Cancellation",
+    "Recognizer",
+    "Segment",
+    "StapesError",
+    "TranscribeOptions",
+    "Transcript",
+    "Word",
+    "load",
+]
 
 _HOMES = {
     "Recognizer": "stapes.recognizer",
@@ -27,6 +38,7 @@ _HOMES = {
     "StapesError": "stapes.errors",
     "TranscribeOptions": "stapes.options",
     "Alternative": "stapes.transcript",
+    "Cancellation": "stapes.progress",
     "Segment": "stapes.transcript",
     "Transcript": "stapes.transcript",
     "Word": "stapes.transcript",

@@ -40,6 +40,13 @@ class ModelError(StapesError):
     http_status = 404
 
 
+class CancelledError(StapesError):
+    """A call was given up by whoever made it."""
+
+    exit_code = 130
+    http_status = 499
+
+
 class DeviceError(StapesError):
     """The device asked for does not exist or cannot run this."""
 

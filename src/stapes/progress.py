@@ -1,4 +1,4 @@
-"""How long work reports itself: one small protocol, whoever listens.
+"""How long work reports itself, and how it is given up: one small protocol, whoever listens.
 
 Work is counted in seconds of audio. The command line shows it with rich on a terminal and as JSON lines when
 piped; a server sends the same events to its clients.
@@ -6,6 +6,9 @@ piped; a server sends the same events to its clients.
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 
@@ -36,3 +39,39 @@ class Silent:
 
     def note(self, message: str) -> None:
         """Ignore."""
+
+
+class Cancellation:
+    """Gives up calls from another thread: hand it to them, then ``cancel()``. Once cancelled it stays so."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._acts: list[Callable[[], None]] = []
+        self._is_cancelled = False
+
+    @property
+    def is_cancelled(self) -> bool:
+        """Whether it was cancelled."""
+        return self._is_cancelled
+
+    def cancel(self) -> None:
+        """Give up all calls that have it. Returns at once; they end at their next scheduling point."""
+        with self._lock:
+            self._is_cancelled = True
+            acts = list(self._acts)
+        for act in acts:
+            act()
+
+    @contextmanager
+    def calling(self, act: Callable[[], None]) -> Iterator[None]:
+        """Until the block ends, cancelling calls ``act`` in the thread that cancels; now, if that was before."""
+        with self._lock:
+            self._acts.append(act)
+            is_late = self._is_cancelled
+        try:
+            if is_late:
+                act()
+            yield
+        finally:
+            with self._lock:
+                self._acts.remove(act)

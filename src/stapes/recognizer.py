@@ -26,12 +26,13 @@ from stapes.decoding.rules import Vocabulary
 from stapes.devices import tuned
 from stapes.devices.backend import Device, choose_dtype, fp8_dtype, resolve
 from stapes.devices.memory import save_gpu_memory
-from stapes.errors import ModelError, UsageError
+from stapes.errors import AudioError, ModelError, UsageError
 from stapes.inference.ctc_alignment import Aligner
 from stapes.inference.ctc_family import CTCFamily
 from stapes.inference.ctc_open import CTC_KINDS, open_ctc
 from stapes.inference.draft import open_draft
 from stapes.inference.family import Family
+from stapes.inference.following import Follower, SegmentListener
 from stapes.inference.gpu_speculative import GpuSpeculativeEngine
 from stapes.inference.gpu_whisper import GpuWhisperEngine
 from stapes.inference.ingest import Ingest
@@ -50,7 +51,7 @@ from stapes.inference.torch_whisper import TorchWhisperEngine
 from stapes.inference.whisper_family import WhisperFamily
 from stapes.models.whisper import WhisperConfig
 from stapes.options import Backend, Precision, TranscribeOptions
-from stapes.progress import Progress, Silent
+from stapes.progress import Cancellation, Progress, Silent
 from stapes.text.tokenizers import WhisperTokenizer, language_label
 from stapes.transcript import Transcript
 
@@ -276,19 +277,23 @@ class Recognizer:
         sample_rate: int | None = None,
         progress: Progress | None = None,
         priority: Priority = "interactive",
+        on_segments: SegmentListener | None = None,
+        cancellation: Cancellation | None = None,
         **changes: Any,
     ) -> Transcript:
         """Transcribe one recording.
 
         audio: a path, ``"-"`` for standard input, bytes, a file object, or samples with ``sample_rate``. Options come
         as one object or by name (``word_timestamps=True``). priority: beside other calls, "interactive" goes first and
-        "bulk" takes what is left. Raises AudioError when the recording cannot be read; damaged ones give what could be
-        read, with ``warnings``.
+        "bulk" takes what is left. on_segments: gets the transcript's segments, each once and in order, as soon as they
+        are settled; it is called in a thread that others wait for and must return at once. cancellation: to give the
+        call up from another thread. Raises AudioError when the recording cannot be read, CancelledError; damaged ones
+        give what could be read, with ``warnings``.
         """
-        from stapes.errors import AudioError
-
-        inputs = [(audio, sample_rate)]
-        with closing(self._run(inputs, _options(options, changes), progress, priority, workers=1)) as results:
+        checked = _options(options, changes)
+        with closing(
+            self._run([(audio, sample_rate)], checked, progress, priority, 1, on_segments, cancellation)
+        ) as results:
             (transcript,) = results
         if transcript.error is not None:
             raise AudioError(transcript.error)
@@ -318,17 +323,19 @@ class Recognizer:
         sample_rate: int | None = None,
         progress: Progress | None = None,
         priority: Priority = "bulk",
+        cancellation: Cancellation | None = None,
         **changes: Any,
     ) -> Iterator[Transcript]:
         """Transcribe recordings together; yield each as it is done, in any order.
 
         ``path`` tells which it is. A recording that fails is yielded with ``error`` set and stops no other. The work
         goes on between one result and the next, a few recordings ahead of the caller; closing the iterator cancels what
-        is left. priority: as in ``transcribe``. ``batch_size`` beside other calls: at most so many windows of this one
-        are decoded together.
+        is left. priority, cancellation: as in ``transcribe``. ``batch_size`` beside other calls: at most so many
+        windows of this one are decoded together.
         """
         inputs = ((source, sample_rate) for source in audio)
-        yield from self._run(inputs, _options(options, changes), progress, priority, workers=_workers())
+        checked = _options(options, changes)
+        yield from self._run(inputs, checked, progress, priority, _workers(), cancellation=cancellation)
 
     def align(
         self,
@@ -427,28 +434,36 @@ class Recognizer:
         progress: Progress | None,
         priority: Priority,
         workers: int,
+        on_segments: SegmentListener | None = None,
+        cancellation: Cancellation | None = None,
     ) -> Generator[Transcript, None, None]:
         if priority not in get_args(Priority):
             raise UsageError(f"priority is {priority!r}: say {' or '.join(get_args(Priority))}")
         options = self.family.check(options)
         progress = progress or Silent()
+        make, follower = self.family.feeds(options), None
+        if on_segments is not None:
+            follower = Follower(on_segments, make, progress, options.clips()[0][0])
         ingest = Ingest(
             inputs,
-            self.family.feeds(options),
+            follower.make if follower else make,
             options,
             self._speech_detector() if options.vad else None,
-            progress,
+            follower or progress,
             workers=workers,
             ahead=2 * (options.batch_size or self._slots) + workers,
             replays=self.family.replays,
         )
         # The thread that drives the engine is to work as this one would.
         prepare = partial(_settle_thread, self.device.torch, torch.get_num_threads())
-        with closing(self._scheduler.run(ingest, priority, options.batch_size, prepare)) as jobs:
+        with closing(self._scheduler.run(ingest, priority, options.batch_size, prepare, cancellation)) as jobs:
             for job in jobs:
                 progress.advance(job.duration - job.reported)
                 progress.add_total(job.duration - job.estimate)
-                yield make_transcript(job, self.name)
+                transcript = make_transcript(job, self.name)
+                if follower is not None:
+                    follower.finish(transcript.segments)
+                yield transcript
 
     def _speech_detector(self) -> VoiceActivityDetector:
         with self._lock:

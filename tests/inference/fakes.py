@@ -25,6 +25,7 @@ from stapes.inference.whisper_family import WhisperFamily
 from stapes.options import TranscribeOptions
 from stapes.progress import Progress, Silent
 from stapes.recognizer import Recognizer
+from stapes.text.tokenizers import language_code
 
 EOT, BEGIN = 1000, 1100
 SOT, SOT_PREV, TRANSCRIBE, NO_TIMESTAMPS = 1001, 1002, 1003, 1099
@@ -56,6 +57,9 @@ class FakeTokenizer:
     def start_sequence(self, language: str | None, task: str, *, without_timestamps: bool) -> list[int]:
         assert language is not None, "decoded before its language was known"
         return [SOT, LANGUAGES[language], TRANSCRIBE, *([NO_TIMESTAMPS] if without_timestamps else [])]
+
+    def known_code(self, code: str) -> str:
+        return language_code(code)
 
     def language_id(self, code: str) -> int:
         return LANGUAGES[code]

@@ -21,6 +21,7 @@ def words(texts) -> list[Word]:
 @settings(max_examples=300, deadline=None)
 @given(hypotheses=HYPOTHESES, last=st.lists(st.sampled_from(VOCABULARY), max_size=12), hold=st.integers(0, 3))
 def test_committed_words_never_change(hypotheses, last, hold):
+    """meetily PR #605: text was made token by token, and half characters were told as U+FFFD."""
     agreement = Agreement(hold)
     told: list[str] = []
     for number, hypothesis in enumerate(hypotheses):

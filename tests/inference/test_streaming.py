@@ -105,6 +105,7 @@ def test_the_size_of_chunks_changes_nothing(open_recognizer, sizes):
 
 
 def test_words_come_while_somebody_speaks(open_recognizer):
+    """WhisperLive #270: captions that are written anew all the time cannot be read. What is committed stays."""
     recognizer = open_recognizer()
     session = recognizer.stream(language="en")
     events = []
@@ -162,6 +163,7 @@ def test_the_prompt_is_what_was_said_last(open_recognizer):
 
 
 def test_many_sessions_share_batches(open_recognizer):
+    """WhisperLive PR #36: four clients were the most."""
     engine = SpeechEngine(rows=32, encoder_batch=8)
     recognizer = open_recognizer(engine)
     sessions = [recognizer.stream(language="en") for _ in range(12)]

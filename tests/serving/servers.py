@@ -12,10 +12,12 @@ import tempfile
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
-import openai
+
+if TYPE_CHECKING:
+    import openai
 
 
 class Server:
@@ -49,6 +51,8 @@ class Server:
 
     def sdk(self, key: str = "none", **settings: Any) -> openai.OpenAI:
         """The official client."""
+        import openai
+
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=60, **settings)
 
     def post(self, audio: bytes = b"", path: str = "/v1/audio/transcriptions", **fields: Any) -> httpx.Response:

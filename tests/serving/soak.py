@@ -4,17 +4,19 @@
     python tests/serving/soak.py --minutes 60 --model base
     python tests/serving/soak.py --minutes 5 --model tiny.en --clients 4 --idle 200
 
-Clients ask for transcripts whole, streamed and with words; among them are those that leave in the middle, upload slowly
-or by half, send garbage, bombs, too many bytes, wrong keys, unknown models; idle sockets stand around all the time.
-Every request has to be answered, every good one as the first time it was asked, ``/readyz`` has to be 200 throughout,
-and memory, handles and files must not grow after the first fifth. Then the engine gets ``kill -9``: it has to be back
-in 10 s, and what was on its way has to be answered with 200 or 503. Prints JSON; exit code 1 when any of this fails.
+Clients ask for transcripts whole, streamed and with words, and speak in live sessions; among them are those that leave
+in the middle, upload slowly or by half, send garbage, bombs, too many bytes, wrong keys, unknown models; idle sockets
+stand around all the time. Every request has to be answered, every good one as the first time it was asked, ``/readyz``
+has to be 200 throughout, and memory, handles and files must not grow after the first fifth. Then the engine gets
+``kill -9``, three times: it has to be back in 10 s, and what was on its way has to be answered with 200 or 503. Prints
+JSON; exit code 1 when any of this fails.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import base64
 import io
 import json
 import os
@@ -32,9 +34,11 @@ import httpx
 import numpy as np
 from recordings import encode, pcm16, wav
 from servers import Server, until
+from websockets.asyncio.client import ClientConnection, connect
 
 from clips import clips
 from ctc_models import babble
+from stapes.audio.decode import read_audio
 
 KEY = {"authorization": "Bearer soak-key"}
 GROWTH = 1.15
@@ -52,6 +56,7 @@ class Soak:
         self.latencies: list[float] = []
         self.answers: dict[tuple[str, str], Any] = {}
         self.audio = {path.stem: path.read_bytes() for path in clips("en")}
+        self.sound = {name: read_audio(audio)[0] for name, audio in self.audio.items()}
         long = np.concatenate([babble(90, seed) * 0.3 for seed in range(2)])
         self.audio["long"] = wav(pcm16(long))
         bomb = io.BytesIO()
@@ -126,6 +131,42 @@ class Soak:
         headers = {"content-type": body.headers["content-type"]}
         self.expect(await self.client.post(body.url, content=pieces(), headers=headers), 200)
 
+    async def lives(self) -> None:
+        """A turn that is spoken, not at the pace of speech; its text is the same whatever else goes on."""
+        name = self.random.choice(sorted(self.sound))
+        async with self.session() as line:
+            await self.speak(line, name)
+            await line.send(json.dumps({"type": "input_audio_buffer.commit"}))
+            async for message in line:
+                event = json.loads(message)
+                if event["type"] == "error":
+                    self.faults.append(f"a live session: {event['error']['message'][:200]}")
+                    return
+                if event["type"].endswith("input_audio_transcription.completed"):
+                    break
+        self.counts["turns"] += 1
+        if self.answers.setdefault((name, "live"), event["transcript"]) != event["transcript"]:
+            self.faults.append(f"{name} was heard live otherwise than before")
+
+    async def leaves_live(self) -> None:
+        async with self.session() as line:
+            await self.speak(line, self.random.choice(sorted(self.sound)))
+            line.transport.abort()  # no goodbye
+
+    def session(self) -> Any:
+        url = f"{self.server.url.replace('http', 'ws')}/v1/realtime?intent=transcription"
+        return connect(url, additional_headers=KEY, open_timeout=60)
+
+    async def speak(self, line: ClientConnection, name: str) -> None:
+        given = {"format": {"type": "audio/pcm", "rate": 16_000}, "turn_detection": None}
+        await line.send(
+            json.dumps({"type": "session.update", "session": {"type": "transcription", "audio": {"input": given}}})
+        )
+        data = pcm16(self.sound[name])
+        for first in range(0, len(data), 16_000):
+            audio = base64.b64encode(data[first : first + 16_000]).decode()
+            await line.send(json.dumps({"type": "input_audio_buffer.append", "audio": audio}))
+
     async def refused(self) -> None:
         noise = self.random.randbytes(30_000)
         request, status = self.random.choice(
@@ -149,8 +190,8 @@ class Soak:
 
     async def client_loop(self, until_time: float) -> None:
         ways: list[Callable[[], Awaitable[None]]] = [
-            *[self.good] * 6, *[self.streamed] * 2, self.leaves, self.leaves_stream, self.uploads_half,
-            self.uploads_slowly, *[self.refused] * 4,
+            *[self.good] * 6, *[self.streamed] * 2, *[self.lives] * 2, self.leaves, self.leaves_stream,
+            self.leaves_live, self.uploads_half, self.uploads_slowly, *[self.refused] * 4,
         ]  # fmt: skip
         while time.monotonic() < until_time:
             way = self.random.choice(ways)
@@ -202,6 +243,7 @@ class Soak:
         if took > 10:
             self.faults.append(f"the engine was back after {took:.1f} s")
         for answer in await asyncio.gather(*calls):
+            self.counts[f"{answer.status_code} after a kill"] += 1
             if answer.status_code not in (200, 503):
                 self.faults.append(f"{answer.status_code} after the engine was killed")
         return took
@@ -211,7 +253,7 @@ class Soak:
         clients = [self.client_loop(end) for _ in range(self.arguments.clients)]
         samples, *_ = await asyncio.gather(self.watch(end), self.stand_around(end), *clients)
         self.check(samples)
-        back = await self.kill_engine()
+        back = [await self.kill_engine() for _ in range(3)]
         await asyncio.sleep(2)
         left = [path.name for path in self.server.spool.rglob("*") if path.is_file()]
         if left:
@@ -224,7 +266,7 @@ class Soak:
             if seconds
             else {},
             "in_use": samples,
-            "engine_back_seconds": round(back, 2),
+            "engine_back_seconds": [round(seconds, 2) for seconds in back],
             "faults": self.faults[:50],
         }
 

@@ -181,7 +181,7 @@ def test_garbage_is_refused_with_a_sentence(guarded: Server, audio: bytes, statu
 
 
 def test_sizes_of_zero_in_a_header_are_no_silence(guarded: Server, speech: bytes) -> None:
-    """minutes #522: a WAV whose data size is 0 was judged silent; VoiceInk #393: headers are not 44 bytes."""
+    """minutes #519: a WAV whose data size is 0 was judged silent; VoiceInk #393: headers are not 44 bytes."""
     data = speech[44:]
     want = post(guarded, speech).json()["text"]
     assert post(guarded, wav(data, size=0)).json()["text"] == want
@@ -198,7 +198,7 @@ def test_a_truncated_recording_says_so(guarded: Server, speech: bytes) -> None:
 
 @pytest.mark.parametrize(("codec", "container", "name"), [("libopus", "webm", "a.webm"), ("aac", "mp4", "a.ogg")])
 def test_containers_are_known_by_content(guarded: Server, speech: bytes, codec: str, container: str, name: str) -> None:
-    """vLLM #18385: webm was 500; hermes-agent #68719: MP4 named .ogg; Whisper-WebUI #492: m4a."""
+    """vLLM #18385 and speakr #156: webm was 500; hermes-agent #68719: MP4 named .ogg; Whisper-WebUI #492: m4a."""
     samples = np.frombuffer(speech[44:], "<i2").astype(np.float32) / 32768
     file = io.BytesIO()
     encode(file, samples, codec, container, rate=48_000)

@@ -40,6 +40,7 @@ def port() -> Iterator[int]:
 
 
 def test_a_silent_websocket_outlives_the_time_for_a_request(port: int) -> None:
+    """FunASR #3101: connections were cut after 20 to 30 minutes."""
     with connect(f"ws://127.0.0.1:{port}/echo") as client:
         time.sleep(3 * SECONDS)
         client.send("still here")

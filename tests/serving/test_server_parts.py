@@ -10,6 +10,7 @@ import time
 from contextlib import nullcontext, suppress
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from stapes.serving.access import Client, Keys, Origins, digest, new_key
 from stapes.serving.app import create_app
 from stapes.serving.failures import ApiError
 from stapes.serving.limits import Limits
+from stapes.serving.metrics import _Lookups
 from stapes.serving.parameters import read_parameters
 from stapes.serving.served import Served
 from stapes.serving.settings import LimitSettings, ModelSettings, NetworkSettings, ServerSettings
@@ -291,3 +293,17 @@ def test_what_a_killed_server_left_is_removed(tmp_path: Path) -> None:
     assert not list(spool.path.iterdir())
     spool.close()
     assert not spool.path.exists()
+
+
+def test_live_sessions_are_counted() -> None:
+    limits = Limits(LimitSettings(), slots=1)
+    services: Any = SimpleNamespace(limits=limits, decoders=SimpleNamespace(killed=0), engines=SimpleNamespace(all=[]))
+
+    def counted() -> float:
+        families = {family.name: family for family in _Lookups(services).collect()}
+        return families["stapes_live_sessions"].samples[0].value
+
+    assert counted() == 0
+    with limits.session(), limits.session():
+        assert counted() == 2
+    assert counted() == 0

@@ -13,6 +13,8 @@ from typing import Any
 
 from stapes.benchmarks import published
 from stapes.benchmarks.records import BenchResult, CaseRow, Spread, Weights, read_bench
+from stapes.benchmarks.results_serve import HEADER as SERVED_HEADER
+from stapes.benchmarks.results_serve import served_rows
 from stapes.benchmarks.results_stream import HEADER, live_rows
 
 BLANK = "*not measured yet*"
@@ -86,6 +88,9 @@ def render(results: Sequence[tuple[str, BenchResult]]) -> str:
         _peers(labelled),
         "## Live\n\nClients that speak recordings at the pace of speech, all at once; median / 95th percentile.\n",
         _live(labelled),
+        "## Served\n\nThe HTTP server under load: clients that send the next recording when the last was answered, or "
+        "requests at random times. Fixed batches wait until all of a batch have ended.\n",
+        _served(labelled),
         "## Between GPUs\n\nAll-reduce, every sum checked: the time of the smallest one, and the most that a link "
         "carried (bus bandwidth as nccl-tests define it).\n",
         _allreduce(labelled),
@@ -355,6 +360,12 @@ def _latency(results: Sequence[Labelled]) -> str:
 def _live(results: Sequence[Labelled]) -> str:
     rows = live_rows(results, _model, _device)
     return table(HEADER, rows, right=6) if rows else f"{BLANK}: `stapes bench stream`\n"
+
+
+def _served(results: Sequence[Labelled]) -> str:
+    rows = served_rows(results, _model, _device)
+    command = "stapes bench serve --model base --batching dynamic,fixed:8,single --beside 40"
+    return table(SERVED_HEADER, rows, right=6) if rows else f"{BLANK}: `{command}`\n"
 
 
 def _allreduce(results: Sequence[Labelled]) -> str:

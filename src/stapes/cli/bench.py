@@ -17,6 +17,7 @@ from stapes.cli.bench_ctc import ctc
 from stapes.cli.bench_kernels import kernels
 from stapes.cli.bench_mlperf import mlperf
 from stapes.cli.bench_run import listed, measure, tell
+from stapes.cli.bench_serve import serve
 from stapes.cli.bench_stream import stream
 from stapes.cli.terminal import Terminal, to_json
 from stapes.errors import OutputError, UsageError
@@ -41,6 +42,7 @@ app.command(bulk)
 app.command(ctc)
 app.command(kernels)
 app.command(mlperf)
+app.command(serve)
 app.command(stream)
 
 _UNITS = {"s": 1.0, "sec": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0}

@@ -6,7 +6,7 @@ step. The scheduler never asks what is behind it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -22,6 +22,7 @@ class DecodeRequest:
     the no-speech probability is read there. ``max_initial_timestamp``: the highest timestamp index the window may
     open with, -1 for any. ``key``: names the random numbers of this attempt, so that samples never depend on
     neighbours. ``stop_loops``: end an attempt that repeats itself, and say so in its result.
+    ``exact_tokens``: for measuring, write just so many, text only.
     """
 
     prompt: tuple[int, ...]
@@ -36,6 +37,7 @@ class DecodeRequest:
     suppressed: tuple[int, ...] = ()
     key: tuple[int, ...] = ()
     stop_loops: bool = True
+    exact_tokens: int | None = None
 
     @property
     def candidates(self) -> int:
@@ -126,4 +128,20 @@ class Engine(Protocol):
 
     def clear(self) -> None:
         """Let go of all caches; only while no slot is taken. Encodings stay valid."""
+        ...
+
+
+class EncodesInParts(Protocol):
+    """What an engine may have beside, where one window takes long to encode and nothing is done meanwhile."""
+
+    @property
+    def encodes_in_parts(self) -> bool:
+        """Whether it has it indeed."""
+        ...
+
+    def encode_in_parts(self, window: np.ndarray, *, again: bool = False) -> Iterator[Any]:
+        """`Engine.encode` of one window bit by bit: None after each part but the last, then the handle.
+
+        Between the parts anything may be done with other windows; the result is the same.
+        """
         ...

@@ -89,7 +89,7 @@ class GpuLane(Lane):
         slots = []
         for i, request in enumerate(requests):
             most = room - len(request.prompt)
-            slots.append(Slot(self, first + i, request, most if limit is None else min(most, limit)))
+            slots.append(Slot(self, first + i, request, min(most, request.exact_tokens or limit or most)))
         self.slots += slots
         group, rows = self.group, slice(first * self.group, (first + len(slots)) * self.group)
         lengths = [len(request.prompt) for request in requests for _ in range(group)]

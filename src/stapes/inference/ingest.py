@@ -80,6 +80,10 @@ class Ingest:
     replays: the machines may want a recording twice; what comes only once is then copied to a temporary file.
     """
 
+    rank = 0
+    """Within its class of priority, those with a lower one go first: ends of live turns are -1, what is still being
+    said is 1, all else is 0."""
+
     def __init__(
         self,
         inputs: Iterable[tuple[AudioSource, int | None]],

@@ -76,6 +76,7 @@ class Mixer:
     def point(self) -> bool:
         """One scheduling point. Whether there was anything to do."""
         self.urgent = False
+        self.queues.points += 1
         for request in self.requests:
             if request.cancelled:
                 self.drop(request)
@@ -126,10 +127,14 @@ class Mixer:
             batch = self.queues.next_to_encode(self.engine.encoder_batch)
             if not batch:
                 return self._admit() or worked  # some may have been encoded before, when their language was not known
-            self._apart(batch, self._encode)
+            is_bulk, worked = batch[0].owner.priority == "bulk", True
+            if is_bulk and self._is_in_parts and not self.queues.is_bulks_turn:
+                if not self._encode_parts(batch[0]):
+                    self.queues.bulk.staged.appendleft(batch[0])
+            else:
+                self._apart(batch, self._encode)
             self._admit()
-            worked = True
-            if self.urgent or (batch[0].owner.priority == "bulk" and interactive.is_active):
+            if self.urgent or (is_bulk and interactive.is_active):
                 return worked
 
     def _stage(self, queue: Queue) -> None:
@@ -146,7 +151,29 @@ class Mixer:
                 queue.staged.append(task)
 
     def _encode(self, tasks: Sequence[Task]) -> None:
-        encodings = self.engine.encode([task.window.sound for task in tasks])
+        self._take_in(tasks, self.engine.encode([task.window.sound for task in tasks]))
+
+    @property
+    def _is_in_parts(self) -> bool:
+        return self.engine.encoder_batch == 1 and getattr(self.engine, "encodes_in_parts", False)
+
+    def _encode_parts(self, task: Task, *, again: bool = False) -> bool:
+        """Go on with encoding a bulk window: by one part while interactive ones are on their way, else until somebody
+        wants the engine. Whether it is over."""
+        try:
+            if task.parts is None:
+                task.parts = self.engine.encode_in_parts(task.window.sound, again=again)
+            while (encoded := next(task.parts)) is None:
+                if self.urgent or self.queues.interactive.is_active:
+                    return False
+            task.parts = None
+            self._take_in([task], [encoded])
+        except Exception as error:
+            self.drop(task.owner, error)
+        return True
+
+    def _take_in(self, tasks: Sequence[Task], encodings: Sequence[Any]) -> None:
+        """Windows are encoded: let them wait for slots, or ask their language first."""
         for task, encoded in zip(tasks, encodings, strict=True):
             task.window.encoded = encoded
         unknown = [task for task in tasks if task.window.recording.needs_language]
@@ -180,21 +207,24 @@ class Mixer:
 
     def _look_again(self) -> bool:
         """Encode once more what gets a second look: these windows go first, so that their recordings can end."""
-        worked = False
+        worked, size = False, self.engine.encoder_batch
         for queue in self.queues:
-            while queue.again:
-                batch = [queue.again.popleft() for _ in range(min(self.engine.encoder_batch, len(queue.again)))]
-                self._apart(batch, self._encode_again)
+            is_bulk = queue is self.queues.bulk
+            while queue.again and not (is_bulk and self.queues.bulk_keeps_back(size)):
+                batch = [queue.again.popleft() for _ in range(min(size, len(queue.again)))]
                 worked = True
-                if queue is self.queues.bulk and self.queues.interactive.is_active:
+                if is_bulk and self._is_in_parts:
+                    if not self._encode_parts(batch[0], again=True):
+                        queue.again.appendleft(batch[0])
+                        break
+                else:
+                    self._apart(batch, self._encode_again)
+                if is_bulk and self.queues.interactive.is_active:
                     break
         return worked
 
     def _encode_again(self, tasks: Sequence[Task]) -> None:
-        encodings = self.engine.encode([task.window.sound for task in tasks], again=True)
-        for task, encoded in zip(tasks, encodings, strict=True):
-            task.window.encoded = encoded
-            self._enqueue(task)
+        self._take_in(tasks, self.engine.encode([task.window.sound for task in tasks], again=True))
 
     # Slots.
 

@@ -8,9 +8,13 @@ The rules, which `Mixer` carries out:
   was admitted last, down to bulk's eighth. That window starts again later, once at most: nothing is held in reserve,
   and no result changes, because an attempt depends on nothing but itself.
 - Within a class the request with the fewest windows on their way is next: three seconds do not wait behind an hour.
+  Ends of live turns come before all other interactive windows, partials after them, but for every eighth turn.
 - Windows are encoded at once where a slot may be free for them, and in full batches where all are taken. While
   interactive windows are being written, bulk ones are encoded in half batches, one at a scheduling point: so those take
   about twice as long as alone, and bulk loses next to nothing. While interactive ones wait, the batch is an eighth.
+- On an engine that encodes windows one by one, which takes many times as long as a step, a bulk window is encoded in
+  parts (layer by layer): all of them in a row while nobody else wants the engine, one at every eighth scheduling point
+  while interactive windows are being written. So those never wait for a whole one.
 - Bulk windows enter slots a few at a time (`Queues.group_size`), because reading prompts costs nearly as much for one
   as for eight; interactive ones enter at once, and take along those that wait.
 - Few wait with their encodings: fewer than two encoder batches of new windows in each class, and those that have been
@@ -73,6 +77,13 @@ class Queues:
         self.slots = 0
         """How many the engine has: a request that may have as many needs no watching."""
 
+        self.points = 0
+        """Scheduling points so far."""
+
+        self.is_bulks_turn = False
+        """The bulk windows that are to be encoded go before interactive ones: it is their turn."""
+
+        self._partials_passed = 0  # windows that were taken before live partials
         self._encodes_passed = 0  # turns of interactive windows while bulk ones waited
         self._slots_passed = 0  # interactive windows that got slots while bulk ones waited
 
@@ -93,16 +104,28 @@ class Queues:
         return [task for queue in self for task in queue.ready()]
 
     def take(self, queue: Queue, batch: int) -> Task | None:
-        """The next window of a class, of the request that has the fewest on their way."""
-        for request in sorted(queue.requests, key=lambda request: len(request.tasks)):
+        """The next window of a class, of the request of the first rank that has the fewest on their way."""
+        ranks = {request: request.rank for request in queue.requests}
+        requests = sorted(queue.requests, key=lambda request: (ranks[request], len(request.tasks)))
+        if self._partials_passed >= TURNS - 1:
+            requests.sort(key=lambda request: ranks[request] <= 0)
+        for request in requests:
             if self._is_limited(request) and len(request.tasks) >= (request.batch_size or 0) + batch:
                 continue
             window = request.take()
             if window is not None:
+                if max(ranks.values()) > 0:
+                    self._partials_passed = 0 if ranks[request] > 0 else self._partials_passed + 1
                 task = Task(window, request)
                 request.tasks.add(task)
                 return task
         return None
+
+    def bulk_keeps_back(self, batch: int) -> bool:
+        """Whether bulk windows are not to be encoded at this scheduling point: interactive ones are being written, and
+        one window is the least that can be encoded."""
+        in_slots = self.interactive.in_slots + self.bulk.in_slots
+        return batch == 1 and self.interactive.is_active and in_slots > 0 and self.points % TURNS > 0
 
     def wants_more(self, queue: Queue) -> bool:
         """Whether more windows of a class may be encoded, to wait beside those that are."""
@@ -115,6 +138,9 @@ class Queues:
             self._encodes_passed += bulk
             queue, most = self.interactive, batch
         elif bulk:
+            self.is_bulks_turn = interactive
+            if not interactive and self.bulk_keeps_back(batch):
+                return []
             self._encodes_passed = 0
             share = TURNS if interactive else 2 if self.interactive.is_active else 1
             queue, most = self.bulk, max(1, batch // share)

@@ -12,7 +12,7 @@ from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from stapes.inference.engine import DecodeRequest
 from stapes.inference.feed import FeedWindow
@@ -45,6 +45,9 @@ class Task:
 
     passed_over: bool = False
     """There was no slot for it at a scheduling point."""
+
+    parts: Iterator[Any] | None = None
+    """Its encoding, which has been begun."""
 
     @property
     def kind(self) -> Kind:
@@ -124,6 +127,11 @@ class Request:
         """The reading threads, or the engine, have changed something: there may be a window or a job."""
         self._has_windows = self._has_jobs = True
         self._driver.ring(urgent=self.priority == "interactive")
+
+    @property
+    def rank(self) -> int:
+        """Its place within its class: see `Ingest.rank`."""
+        return self.ingest.rank
 
     def take(self) -> FeedWindow | None:
         """The next window that is ready to be encoded or, where its language was not known yet, decoded."""

@@ -19,7 +19,7 @@ def make_transcript(job: Job, model: str) -> Transcript:
     if len(recordings) > 1:
         segments.sort(key=lambda segment: (segment.start, segment.end))
     for index, segment in enumerate(segments):
-        _shift(segment, job.offset)
+        shift(segment, job.offset)
         segment.id = index
     first = max(recordings, key=lambda recording: len(recording.segments), default=None)
     warnings = list(job.warnings)
@@ -53,7 +53,8 @@ def _in_all(channels: list[list[tuple[float, float]]]) -> list[tuple[float, floa
     return common
 
 
-def _shift(segment: Segment, seconds: float) -> None:
+def shift(segment: Segment, seconds: float) -> None:
+    """Move a segment and its words to later."""
     segment.seek += round(seconds * 100)
     segment.start += seconds
     segment.end += seconds

@@ -11,12 +11,14 @@ import atexit
 import threading
 import weakref
 from collections.abc import Callable, Generator
+from contextlib import nullcontext
 
-from stapes.errors import UsageError
+from stapes.errors import CancelledError, UsageError
 from stapes.inference.engine import Engine
 from stapes.inference.ingest import Ingest, Job
 from stapes.inference.mixer import Mixer
 from stapes.inference.requests import Bell, Priority, Request
+from stapes.progress import Cancellation
 
 _PATIENCE_SECONDS = 5.0
 """How long closing waits for the driving thread, which may be in the middle of a long operation of the engine."""
@@ -52,14 +54,18 @@ class Scheduler:
         priority: Priority = "bulk",
         batch_size: int | None = None,
         prepare: Callable[[], None] | None = None,
+        cancellation: Cancellation | None = None,
     ) -> Generator[Job, None, None]:
         """Transcribe everything; yield each job as it is done. Closing the iterator cancels what is left.
 
-        As `submit` otherwise.
+        cancellation: does so from another thread; CancelledError is raised then. As `submit` otherwise.
         """
         request = self.submit(ingest, priority, batch_size, prepare)
         try:
-            yield from request
+            with cancellation.calling(request.cancel) if cancellation else nullcontext():
+                yield from request
+            if cancellation is not None and cancellation.is_cancelled:
+                raise CancelledError("the call was cancelled before it had ended: call again")
         finally:
             request.close()
 

@@ -298,6 +298,10 @@ class _Windows(Ingest):
 
     # All that follows is called in the scheduling thread.
 
+    @property
+    def rank(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return -1 if self._finals or self.returned else 1
+
     def take(self) -> FeedWindow | None:
         """The next window: what came back first, then the ends of turns, then what is still being said."""
         if self.returned:

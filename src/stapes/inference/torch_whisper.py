@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -88,6 +88,22 @@ class TorchWhisperEngine:
         features = log_mel_spectrogram(pcm, self.model.config.mel_bins, lengths)
         return self.model.encoder(features.to(self.dtype))
 
+    @property
+    def encodes_in_parts(self) -> bool:
+        return self.device.type == "cpu" and type(self) is TorchWhisperEngine
+
+    @torch.inference_mode()
+    def encode_in_parts(self, window: np.ndarray, *, again: bool = False) -> Iterator[Any]:
+        trim_heap()
+        lengths = [len(window)] if again else None
+        features = log_mel_spectrogram(pad_windows([window], self.device), self.model.config.mel_bins, lengths)
+        encoder = self.model.encoder
+        states = encoder.embed(features.to(self.dtype))
+        for layer in encoder.layers:
+            yield None
+            states = layer(states)
+        yield encoder.norm(states)[0]
+
     def _states(self, encoded: Sequence[Any]) -> Tensor:
         """What the decoder hears of windows: (windows, 1500, width)."""
         return torch.stack(list(encoded))
@@ -148,7 +164,7 @@ class TorchWhisperEngine:
             del lane.slots[occupied:]
             raise
         for slot in slots:
-            slot.limit = min(slot.limit, self.exact_tokens or slot.limit)
+            slot.limit = min(slot.limit, slot.request.exact_tokens or self.exact_tokens or slot.limit)
         return slots
 
     def _read(

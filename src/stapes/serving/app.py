@@ -21,9 +21,10 @@ For rooms that mount here:
   EngineLost 503 where the process died); ``call.close()`` gives it up.
 - In the engine process, the module ``stapes.serving.live`` has ``run(call, recognizer, message)``, called in a thread
   of its own for every session; message is the dictionary given to ``open``. ``call.receive(timeout)`` gives
-  the next (message, payload), None after ``end``; it raises queue.Empty after the time and Cancelled when the client
-  has left. ``call.send({...}, payload)`` from any thread, never waits. Returning ends the call. ``recognizer`` is a
-  `stapes.recognizer.Recognizer`, the same object for all sessions of a model, so what sessions share may hang on it.
+  the next (message, payload), None after ``end``; it raises queue.Empty after the time and CancelledError when the
+  client has left, which ``call.cancellation`` knows too. ``call.send({...}, payload)`` from any thread, never waits.
+  Returning ends the call. ``recognizer`` is a `stapes.recognizer.Recognizer`, the same object for all sessions of a
+  model, so what sessions share may hang on it.
 - Sums that should be in ``/metrics``: prometheus_client objects made with ``registry=services.metrics.registry``.
 """
 
@@ -47,7 +48,7 @@ from stapes.errors import StapesError, UsageError
 from stapes.serving import health, page, realtime, served, transcriptions
 from stapes.serving.access import Gatekeeper, Keys, Origins
 from stapes.serving.decoders import Decoders
-from stapes.serving.engines import Engine, Engines, EngineSettings
+from stapes.serving.engines import ENGINE_MODULE, Engine, Engines, EngineSettings
 from stapes.serving.failures import ApiError
 from stapes.serving.limits import Limits
 from stapes.serving.logs import Log
@@ -58,9 +59,12 @@ from stapes.serving.settings import USUAL_BATCH, ServerSettings
 from stapes.serving.uploads import Spool
 
 
-def create_app(settings: ServerSettings, log: Log | None = None) -> FastAPI:
-    """The application, whose processes begin and end with it. Raises UsageError where the settings make no sense."""
-    services = _services(settings, log or Log())
+def create_app(settings: ServerSettings, log: Log | None = None, engine_module: str = ENGINE_MODULE) -> FastAPI:
+    """The application, whose processes begin and end with it. Raises UsageError where the settings make no sense.
+
+    engine_module: what engine processes run, as ``python -m``.
+    """
+    services = _services(settings, log or Log(), engine_module)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -94,7 +98,7 @@ def create_app(settings: ServerSettings, log: Log | None = None) -> FastAPI:
     return app
 
 
-def _services(settings: ServerSettings, log: Log) -> Services:
+def _services(settings: ServerSettings, log: Log, engine_module: str) -> Services:
     models, limits, network = settings.models, settings.limits, settings.network
     keys = Keys.read(network.api_key_file, settings.keys)
     if not (network.is_local or keys or network.no_auth):
@@ -121,6 +125,7 @@ def _services(settings: ServerSettings, log: Log) -> Services:
             limits.canary_seconds,
             limits.stall_seconds,
             log,
+            engine_module,
         )
         for device in models.devices
     ]

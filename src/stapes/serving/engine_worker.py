@@ -26,21 +26,21 @@ import numpy as np
 
 import stapes
 from stapes.devices.backend import resolve
-from stapes.errors import StapesError, UsageError
+from stapes.errors import CancelledError, StapesError, UsageError
 from stapes.options import TranscribeOptions
+from stapes.progress import Cancellation
 from stapes.recognizer import Recognizer
 from stapes.serving.settings import USUAL_BATCH
-from stapes.serving.watched import Gate, Meter, WatchedFamily
+from stapes.serving.watched import Gate, Meter, MeteredEngine
 from stapes.serving.wire import Message, Wire
 
 KINDS = {"transcribe": "stapes.serving.transcribing", "live": "stapes.serving.live"}
 """Kinds of calls that need a model, and the modules that run them."""
 
+Load = Callable[[str, dict[str, Any]], Recognizer]
+MakeGate = Callable[[int, float], Gate]
+
 _STATS_SECONDS = 0.5
-
-
-class Cancelled(Exception):  # noqa: N818 - nothing went wrong
-    """The client has left."""
 
 
 class WorkerCall:
@@ -48,17 +48,10 @@ class WorkerCall:
 
     def __init__(self, wire: Wire, number: int, gate: Gate) -> None:
         self.number, self.gate = number, gate
-        self.cancelled = threading.Event()
-        """The web process wants no more of this."""
+        self.cancellation = Cancellation()
+        """Cancelled when the web process wants no more of this."""
         self._wire = wire
         self._inbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
-        self._on_cancel: Callable[[], None] = lambda: None
-
-    def when_cancelled(self, wake: Callable[[], None]) -> None:
-        """Call this, from another thread, when the call is cancelled; at once when it was before."""
-        self._on_cancel = wake
-        if self.cancelled.is_set():
-            wake()
 
     def send(self, message: dict[str, Any], payload: bytes = b"") -> None:
         """Tell the web process something; from any thread, without waiting."""
@@ -66,10 +59,10 @@ class WorkerCall:
 
     def receive(self, timeout: float | None = None) -> Message | None:
         """What the web process says next; None when there is nothing more. Raises queue.Empty after ``timeout``
-        seconds, Cancelled when the call was cancelled."""
+        seconds, CancelledError when the call was cancelled."""
         message = self._inbox.get(timeout=timeout)
-        if self.cancelled.is_set():
-            raise Cancelled
+        if self.cancellation.is_cancelled:
+            raise CancelledError("the client has left this call")
         return message
 
     def deliver(self, message: Message | None) -> None:
@@ -78,9 +71,8 @@ class WorkerCall:
 
     def cancel(self) -> None:
         """Give it up."""
-        self.cancelled.set()
+        self.cancellation.cancel()
         self._inbox.put(None)
-        self._on_cancel()
 
 
 @dataclass
@@ -96,8 +88,8 @@ class _Loaded:
 class Models:
     """The models of this process: loaded when first asked for, let go after ``idle_timeout`` seconds without use."""
 
-    def __init__(self, settings: dict[str, Any], meter: Meter) -> None:
-        self._settings, self._meter = settings, meter
+    def __init__(self, settings: dict[str, Any], meter: Meter, load: Load) -> None:
+        self._settings, self._meter, self._load = settings, meter, load
         self._lock = threading.Lock()
         self._models: dict[str, _Loaded] = {}
 
@@ -110,7 +102,7 @@ class Models:
         try:
             with loaded.lock:
                 if loaded.recognizer is None:
-                    loaded.recognizer = self._load(name)
+                    loaded.recognizer = metered(self._load(name, self._settings), self._meter)
             yield loaded.recognizer
         finally:
             with self._lock:
@@ -155,19 +147,26 @@ class Models:
         if gone:
             gc.collect()
 
-    def _load(self, name: str) -> Recognizer:
-        settings = self._settings
-        loaded = stapes.load(
-            name,
-            device=settings["device"],
-            precision=settings["precision"],
-            max_vram=settings["max_vram"],
-            threads=settings["threads"],
-            model_dir=settings["model_dir"],
-            batch_size=settings["max_batch"] or (None if resolve(settings["device"]).backend == "cpu" else USUAL_BATCH),
-            offline=True,  # a request never downloads
-        )
-        return Recognizer(WatchedFamily(loaded.family, self._meter), loaded.device)  # type: ignore[arg-type]
+
+def load_model(name: str, settings: dict[str, Any]) -> Recognizer:
+    """Load a model that is on this machine."""
+    return stapes.load(
+        name,
+        device=settings["device"],
+        precision=settings["precision"],
+        max_vram=settings["max_vram"],
+        threads=settings["threads"],
+        model_dir=settings["model_dir"],
+        batch_size=settings["max_batch"] or (None if resolve(settings["device"]).backend == "cpu" else USUAL_BATCH),
+        offline=True,  # a request never downloads
+    )
+
+
+def metered(recognizer: Recognizer, meter: Meter) -> Recognizer:
+    """The same model, whose engine is counted at work."""
+    family = recognizer.family
+    family.engine = MeteredEngine(family.engine, meter)
+    return Recognizer(family, recognizer.device)
 
 
 def _facts(recognizer: Recognizer) -> dict[str, Any]:
@@ -182,11 +181,11 @@ def _facts(recognizer: Recognizer) -> dict[str, Any]:
 class Worker:
     """The process: takes messages, runs calls."""
 
-    def __init__(self, wire: Wire, settings: dict[str, Any]) -> None:
+    def __init__(self, wire: Wire, settings: dict[str, Any], load: Load, make_gate: MakeGate) -> None:
         self._wire, self._settings = wire, settings
         self._meter = Meter()
-        self._models = Models(settings, self._meter)
-        self._gate = Gate(settings["max_batch"] or USUAL_BATCH, settings["max_wait_ms"] / 1000)
+        self._models = Models(settings, self._meter, load)
+        self._gate = make_gate(settings["max_batch"] or USUAL_BATCH, settings["max_wait_ms"] / 1000)
         self._calls: dict[int, WorkerCall] = {}
 
     def run(self) -> None:
@@ -218,7 +217,7 @@ class Worker:
                 module = importlib.import_module(KINDS[message["kind"]])
                 with self._models.using(message["model"]) as recognizer:
                     module.run(call, recognizer, message)
-        except Cancelled:
+        except CancelledError:
             pass
         except StapesError as error:
             end = {"type": "failed", "status": error.http_status, "message": str(error)}
@@ -257,8 +256,11 @@ class Worker:
             self._models.let_go_of_idle()
 
 
-def main() -> None:
-    """Entry point: ``python -m stapes.serving.engine_worker FD``."""
+def main(load: Load = load_model, make_gate: MakeGate = Gate) -> None:
+    """Entry point: ``python -m stapes.serving.engine_worker FD``.
+
+    For measuring: load models otherwise (from a name and the settings), and let requests begin otherwise.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the web process decides when to end
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     wire = Wire(socket.socket(fileno=int(sys.argv[1])))
@@ -268,7 +270,7 @@ def main() -> None:
     message, _ = first
     if message.get("type") != "start":
         raise UsageError("the engine process is begun by `stapes serve`, not by hand")
-    Worker(wire, message["settings"]).run()
+    Worker(wire, message["settings"], load, make_gate).run()
     os._exit(0)  # whatever is still at work has no one to work for
 
 

@@ -20,6 +20,9 @@ from stapes.serving import wire
 from stapes.serving.failures import ApiError
 from stapes.serving.logs import Log
 
+ENGINE_MODULE = "stapes.serving.engine_worker"
+"""What an engine process runs."""
+
 _LONGEST_PAUSE = 30.0
 """Seconds between attempts to begin an engine that dies at once, again and again."""
 
@@ -114,7 +117,13 @@ class Engine:
     """One engine process and its successors."""
 
     def __init__(
-        self, name: str, settings: EngineSettings, canary_seconds: float, stall_seconds: float, log: Log
+        self,
+        name: str,
+        settings: EngineSettings,
+        canary_seconds: float,
+        stall_seconds: float,
+        log: Log,
+        module: str = ENGINE_MODULE,
     ) -> None:
         self.name, self.settings = name, settings
         self.up = False
@@ -127,7 +136,7 @@ class Engine:
         self.advanced_at = 0.0
         """When the device last came further."""
         self.pid: int | None = None
-        self._canary_seconds, self._stall_seconds, self._log = canary_seconds, stall_seconds, log
+        self._canary_seconds, self._stall_seconds, self._log, self._module = canary_seconds, stall_seconds, log, module
         self._calls: dict[int, Call] = {}
         self._number = 0
         self._writer: asyncio.StreamWriter | None = None
@@ -187,7 +196,7 @@ class Engine:
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-m",
-                "stapes.serving.engine_worker",
+                self._module,
                 str(theirs.fileno()),
                 pass_fds=[theirs.fileno()],
                 stdin=asyncio.subprocess.DEVNULL,

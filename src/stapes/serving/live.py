@@ -17,7 +17,7 @@ def run(call: WorkerCall, recognizer: Recognizer, message: dict[str, Any]) -> No
 
     message: ``options`` and ``turns`` by name; ``format`` and ``rate`` of the sound. Takes ``audio`` (bytes),
     ``commit``, ``clear`` and ``turns``. Sends ``event`` (`event_to_dict`), and ``heard`` with the bytes that were
-    taken so far: whoever sends faster than they are heard is to wait. Raises Cancelled, StapesError.
+    taken so far: whoever sends faster than they are heard is to wait. Raises StapesError.
     """
 
     def tell(event: Event) -> None:
@@ -27,9 +27,8 @@ def run(call: WorkerCall, recognizer: Recognizer, message: dict[str, Any]) -> No
     session = recognizer.stream(
         TranscribeOptions(**message["options"]), turns=TurnOptions(**message["turns"]), on_event=tell
     )
-    call.when_cancelled(session.close)
     heard = 0
-    with session:
+    with call.cancellation.calling(session.close), session:
         while (received := call.receive()) is not None:
             what, data = received
             match what["type"]:

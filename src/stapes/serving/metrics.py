@@ -92,6 +92,7 @@ class _Lookups:
         yield from (waiting, at_work)
         inside = "Requests that are being read, decoded, wait or are at work"
         yield GaugeMetricFamily("stapes_requests_inside", inside, limits.inside)
+        yield GaugeMetricFamily("stapes_live_sessions", "Live sessions that are open", limits.sessions)
         killed = "Decoders ended because they hung, crashed or had no one to decode for"
         yield GaugeMetricFamily("stapes_decoders_killed", killed, self._services.decoders.killed)
 

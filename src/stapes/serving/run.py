@@ -26,11 +26,16 @@ _LAST_WORDS = 5.0
 """Seconds in which requests that are handed back get their answers."""
 
 
-def run(settings: ServerSettings, *, started: Callable[[str], None] = lambda url: None) -> None:
+def run(
+    settings: ServerSettings,
+    *,
+    started: Callable[[str], None] = lambda url: None,
+    make_app: Callable[[ServerSettings, Log], FastAPI] = create_app,
+) -> None:
     """Serve until SIGINT or SIGTERM; a second one ends at once. started: gets the address. Raises UsageError."""
     log = Log()
     sockets = _listen(settings.network.host, settings.network.port)
-    app = create_app(settings, log)
+    app = make_app(settings, log)
     _more_handles()
     with _uvicorn_logs(log):
         asyncio.run(_serve(app, settings, sockets, started))

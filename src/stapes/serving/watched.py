@@ -1,23 +1,14 @@
-"""Looking into a recogniser at work: what its engine does, and segments as they are done.
-
-A `Recognizer` is put together from a `Family` and its engine; the server puts these two around them. They change
-nothing, and are taken for what they wrap.
-"""
+"""Looking at an engine at work, and gathering what is to be begun together."""
 
 from __future__ import annotations
 
 import threading
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any
 
-from stapes.audio.features import SAMPLE_RATE
-from stapes.inference.family import Family
-from stapes.inference.feed import AudioFeed, FeedMaker
-from stapes.options import TranscribeOptions
 from stapes.serving.metrics import BATCH_SIZES
 
 
@@ -76,13 +67,13 @@ class Meter:
             }
 
 
-class _Around:
-    """Stands for another object: what it does not do itself, that one does."""
+class MeteredEngine:
+    """An `Engine` whose batches are counted. It changes nothing, and is taken for what it wraps."""
 
-    _own: tuple[str, ...] = ()
-
-    def __init__(self, inner: Any) -> None:
-        object.__setattr__(self, "_inner", inner)
+    def __init__(self, engine: Any, meter: Meter) -> None:
+        object.__setattr__(self, "_inner", engine)
+        object.__setattr__(self, "_meter", meter)
+        object.__setattr__(self, "_occupied", 0)
 
     @property
     def __class__(self) -> type:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -92,25 +83,18 @@ class _Around:
         return getattr(self._inner, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in self._own:
-            object.__setattr__(self, name, value)
-        else:
-            setattr(self._inner, name, value)
-
-
-class MeteredEngine(_Around):
-    """An `Engine` whose batches are counted."""
-
-    _own = ("_meter", "_occupied")
-
-    def __init__(self, engine: Any, meter: Meter) -> None:
-        super().__init__(engine)
-        self._meter, self._occupied = meter, 0
+        setattr(self._inner, name, value)
 
     def encode(self, windows: Sequence[Any], **how: Any) -> list[Any]:
         encoded = self._inner.encode(windows, **how)
         self._meter.has_encoded(len(windows))
         return encoded
+
+    def encode_in_parts(self, window: Any, **how: Any) -> Iterator[Any]:
+        for encoded in self._inner.encode_in_parts(window, **how):
+            if encoded is not None:
+                self._meter.has_encoded(1)
+            yield encoded
 
     def admit(self, requests: Sequence[Any], encoded: Sequence[Any]) -> list[Any]:
         slots = self._inner.admit(requests, encoded)
@@ -130,88 +114,8 @@ class MeteredEngine(_Around):
         self._inner.clear()
 
     def _occupy(self, slots: int) -> None:
-        self._occupied += slots
+        object.__setattr__(self, "_occupied", self._occupied + slots)
         self._meter.occupy(slots)
-
-
-_feeds: ContextVar[list[AudioFeed] | None] = ContextVar("feeds", default=None)
-
-
-class WatchedFamily(_Around):
-    """A `Family` whose recordings can be looked at while they are transcribed (`watching`)."""
-
-    _own = ("engine",)
-
-    def __init__(self, family: Family, meter: Meter) -> None:
-        super().__init__(family)
-        self.engine = MeteredEngine(family.engine, meter)
-
-    def feeds(self, options: TranscribeOptions) -> FeedMaker:
-        make, feeds = self._inner.feeds(options), _feeds.get()
-
-        def made(*arguments: Any) -> AudioFeed:
-            feed = make(*arguments)
-            if feeds is not None:
-                feeds.append(feed)
-            return feed
-
-        return made
-
-
-class Follower:
-    """The progress of a call, which hands on the segments of its one recording in order, as soon as nothing can come
-    before them any more.
-
-    take: gets new segments (dictionaries, times on the recording's own clock); it must return at once. offset: seconds
-    at which the first part that is transcribed begins.
-    """
-
-    def __init__(self, take: Callable[[list[dict[str, Any]]], None], offset: float) -> None:
-        self._take, self._offset = take, offset
-        self.feeds: list[AudioFeed] = []
-        self.sent = 0
-        self.notes: list[str] = []
-
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        """What this thread begins to transcribe is followed."""
-        token = _feeds.set(self.feeds)
-        try:
-            yield
-        finally:
-            _feeds.reset(token)
-
-    def add_total(self, seconds: float) -> None:
-        """Of no interest: the recording was measured when it was decoded."""
-
-    def advance(self, seconds: float) -> None:
-        """The recording is done up to some later moment: hand on what lies before it."""
-        if not self.feeds:
-            return
-        until = min(feed.settled for feed in self.feeds) / SAMPLE_RATE
-        segments = [
-            (segment, number) for number, feed in enumerate(self.feeds, 1) for segment in feed.sorted_segments()
-        ]
-        segments.sort(key=lambda each: (each[0].start, each[0].end))
-        new = [each for each in segments if each[0].start < until][self.sent :]
-        if not new:
-            return
-        found = []
-        for index, (segment, number) in enumerate(new, self.sent):
-            out = segment.to_dict() | {"id": index}
-            if len(self.feeds) > 1:
-                out["speaker"] = f"Speaker {number}"
-            if self._offset:
-                for timed in (out, *out.get("words", ())):
-                    timed["start"] = round(timed["start"] + self._offset, 3)
-                    timed["end"] = round(timed["end"] + self._offset, 3)
-            found.append(out)
-        self.sent += len(found)
-        self._take(found)
-
-    def note(self, message: str) -> None:
-        """Keep what the user should know."""
-        self.notes.append(message)
 
 
 class Gate:
