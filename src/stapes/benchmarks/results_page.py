@@ -16,6 +16,8 @@ from stapes.benchmarks.records import BenchResult, CaseRow, Spread, Weights, rea
 from stapes.benchmarks.results_serve import HEADER as SERVED_HEADER
 from stapes.benchmarks.results_serve import served_rows
 from stapes.benchmarks.results_stream import HEADER, live_rows
+from stapes.benchmarks.results_train import HEADER as TRAIN_HEADER
+from stapes.benchmarks.results_train import train_rows
 
 BLANK = "*not measured yet*"
 LENGTHS = ((30.0, "30 s"), (300.0, "5 min"), (3600.0, "1 h"))
@@ -81,6 +83,9 @@ def render(results: Sequence[tuple[str, BenchResult]]) -> str:
         "Recordings in the host's memory → text, in batches; more is better. MFU is model operations ÷ the data "
         "sheet's dense peak; the network alone is set against a large matrix product of the same run.\n",
         _ctc(labelled),
+        "Training steps, of noise of one length: fine-tuning with CTC (its convolutions frozen) and pre-training. The "
+        "operations of the convolutions are in the MFU.\n",
+        table(TRAIN_HEADER, train_rows(labelled, _model, _device, _faster, BLANK), right=6),
         "## CTC and attention\n\nWhat each costs to train, and how well it hears then.\n",
         _objectives(labelled, note),
         "## Beside other systems\n\nThe same recording, model, number format and threads. WER says whether the faster "
@@ -158,7 +163,7 @@ def _wav2vec2(results: Sequence[Labelled], note: Footnotes) -> str:
     rows: list[list[str]] = []
     ours: list[tuple[str, str, list[str]]] = []
     for label, result in results:
-        if _is_wav2vec2(result):
+        if _is_wav2vec2(result) and result.name != "train":
             for row in result.rows:
                 if row.case.get("work", "equal") != "equal":  # one row a run: of `stapes bench ctc` that of one length
                     continue

@@ -19,6 +19,7 @@ from stapes.cli.bench_mlperf import mlperf
 from stapes.cli.bench_run import listed, measure, tell
 from stapes.cli.bench_serve import serve
 from stapes.cli.bench_stream import stream
+from stapes.cli.bench_train import train
 from stapes.cli.terminal import Terminal, to_json
 from stapes.errors import OutputError, UsageError
 from stapes.options import Precision, TranscribeOptions
@@ -44,6 +45,7 @@ app.command(kernels)
 app.command(mlperf)
 app.command(serve)
 app.command(stream)
+app.command(train)
 
 _UNITS = {"s": 1.0, "sec": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0}
 
