@@ -270,6 +270,7 @@ def test_a_server_of_its_own_is_measured_in_every_way(spoken: Path, tmp_path: Pa
         long_seconds=8.0,
         requests=6,
         target=60.0,
+        decoders=1,
         corpus=str(spoken),
         language=None,
         threads=1,
