@@ -8,9 +8,9 @@ Nothing waits while the engine could work. Who is next is decided in `queues`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
-from stapes.inference.engine import Engine
+from stapes.inference.engine import EncodesInParts, Engine
 from stapes.inference.feed import FeedWindow
 from stapes.inference.queues import Queue, Queues
 from stapes.inference.requests import Request, Task
@@ -160,10 +160,10 @@ class Mixer:
     def _encode_parts(self, task: Task, *, again: bool = False) -> bool:
         """Go on with encoding a bulk window: by one part while interactive ones are on their way, else until somebody
         wants the engine. Whether it is over."""
+        engine = cast("EncodesInParts", self.engine)
         try:
-            if task.parts is None:
-                task.parts = self.engine.encode_in_parts(task.window.sound, again=again)
-            while (encoded := next(task.parts)) is None:
+            parts = task.parts = task.parts or engine.encode_in_parts(task.window.sound, again=again)
+            while (encoded := next(parts)) is None:
                 if self.urgent or self.queues.interactive.is_active:
                     return False
             task.parts = None
