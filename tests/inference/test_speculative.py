@@ -21,7 +21,7 @@ from stapes.checkpoints.tokenizer import open_tokenizer
 from stapes.decoding.rules import RuleState, Vocabulary, apply_rules
 from stapes.errors import UsageError
 from stapes.inference import speculative
-from stapes.inference.draft import open_draft
+from stapes.inference.draft import has_same_encoder, open_draft
 from stapes.inference.engine import DecodeRequest, DecodeResult
 from stapes.inference.gpu_speculative import GpuSpeculativeEngine
 from stapes.inference.gpu_whisper import GpuWhisperEngine
@@ -125,7 +125,7 @@ def test_the_same_tokens_whatever_is_drafted(kind: str, plain: type, drafted: ty
 
 def test_what_rounding_could_decide_is_decided_as_without_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where no lead is trusted, every token is written by the large model alone, and in the same order: bit for bit."""
-    monkeypatch.setitem(speculative._ROUNDING, torch.float32, 1e9)
+    monkeypatch.setattr(speculative, "_ROUNDING", 1e9)
     truth = write(make_engine(TorchWhisperEngine, 1), [request()], noise(1))
     found = write(make_engine(SpeculativeWhisperEngine, 1, draft=draft_of("truncated", 3)), [request()], noise(1))
     assert len(truth[0].tokens) > 20
@@ -214,10 +214,9 @@ def test_an_encoder_that_is_the_same_runs_once(large: Path) -> None:
     small = large.parent / "small"
     save_huggingface(with_decoder_layers(open_checkpoint(large), 1), small)
     other = save_random_whisper(large.parent / "other", 1, seed=2)
-    for draft, shares in ((small, True), (other, False)):
-        with stapes.load(large, device="cpu", draft=draft, draft_tokens=2) as recognizer:
-            assert isinstance(recognizer.engine, SpeculativeWhisperEngine)
-            assert recognizer.engine.draft.shares_encoder == shares
+    checkpoints = {name: open_checkpoint(path) for name, path in (("large", large), ("small", small), ("other", other))}
+    assert has_same_encoder(checkpoints["large"], checkpoints["small"], torch.float16)
+    assert not has_same_encoder(checkpoints["large"], checkpoints["other"], torch.float16)
 
 
 def test_a_draft_that_cannot_be_is_refused_with_the_reason(large: Path) -> None:
@@ -225,6 +224,7 @@ def test_a_draft_that_cannot_be_is_refused_with_the_reason(large: Path) -> None:
     for draft, options, reason in (
         (wide, {}, "other tokens"),
         (large, {"draft_tokens": 0}, "between 1 and 15"),
+        (large, {"precision": "bf16"}, "in fp32 on a CPU"),
         (large, {"device": "cuda:0,cuda:1"}, "one device"),
     ):
         with pytest.raises(UsageError, match=reason):
@@ -234,6 +234,8 @@ def test_a_draft_that_cannot_be_is_refused_with_the_reason(large: Path) -> None:
     with pytest.raises(UsageError, match="does not work in int8"):
         open_draft(*parts, tokens=2, precision="int8", dtype=torch.float32, device=torch.device("cpu"))
     with stapes.load(large, device="cpu", draft=large) as recognizer:
+        assert isinstance(recognizer.engine, SpeculativeWhisperEngine)
+        assert recognizer.engine.draft.shares_encoder
         for options in ({"beam_size": 2}, {"temperature": 0.2}):
             with pytest.raises(UsageError, match="leaves --draft nothing to do"):
                 recognizer.transcribe(np.zeros(16_000, np.float32), sample_rate=16_000, **options)

@@ -24,7 +24,7 @@ MOST_TOKENS = 15
 """With the token before them they are the 16 rows that a tile of our kernels computes at once."""
 
 PRECISIONS = ("auto", "fp32", "bf16", "fp16")
-"""Those in which rounding stays far below what a token leads by: 8-bit products jump from one number to the next."""
+"""Those in which a product does not depend on what it is computed beside."""
 
 
 def open_draft(
@@ -49,6 +49,8 @@ def open_draft(
         raise UsageError(
             f"--draft does not work in {precision}: say --precision fp32, bf16 or fp16, or leave --draft out"
         )
+    if device.type == "cpu" and dtype != torch.float32:
+        raise UsageError("--draft runs in fp32 on a CPU, where rounding can be told from a lead: leave --precision out")
     if is_onnx(location.path) or model_type(location.path) in (*WAV2VEC2, *KINDS):
         raise UsageError(f"--draft {name} is no Whisper of PyTorch: name one that shares {large.name}'s tokens")
     small = open_checkpoint(location.path, name, location.parts)
@@ -81,6 +83,6 @@ def _encoder_digests(checkpoint: WhisperCheckpoint, dtype: torch.dtype) -> dict[
     out: dict[str, str] = {}
     for name, tensor in checkpoint.read():
         if name.startswith("encoder.") and name != "encoder.positions":
-            data = tensor.to(dtype).contiguous().view(torch.uint8).numpy()
+            data = tensor.to(dtype).contiguous().view(torch.uint8).numpy().data
             out[name] = hashlib.blake2b(data, digest_size=16).hexdigest()
     return out

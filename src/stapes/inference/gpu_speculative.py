@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from stapes.decoding.rules import RuleState, Vocabulary, apply_rules
+from stapes.inference.engine import DecodeRequest
 from stapes.inference.gpu_decoder import Batch, GpuDecoder, Memory, Rows, Windows
 from stapes.inference.gpu_encoder import GpuEncoder
 from stapes.inference.gpu_lane import GpuLane, upload
@@ -138,6 +139,11 @@ class GpuSpeculativeEngine(SpeculativeWhisperEngine, GpuWhisperEngine):
     def _draft_encoder(self, features: Tensor) -> Tensor:
         assert self._own_encoder is not None
         return self._own_encoder(features)
+
+    def _lane(self, request: DecodeRequest) -> GpuLane:
+        lane = super()._lane(request)
+        assert isinstance(lane, GpuLane)
+        return lane
 
     def _drafted_lane(self) -> Lane:
         self._rows()

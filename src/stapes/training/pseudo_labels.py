@@ -233,16 +233,15 @@ def _decide(utterance: Utterance, written: Mapping[str, Any], options: PseudoLab
     label = normalize(" ".join(text for _, _, text in segments), rule)
     known = normalize(utterance.text, rule)
     hits, substituted, deleted, inserted = word_errors(known, label)
+    words = hits + substituted + deleted if known else 0
     errors = substituted + deleted + inserted if known else 0
-    counts = {"errors": errors, "words": hits + substituted + deleted if known else 0}
     if not label:
-        return _Label((), **counts, code="empty", reason="the teacher heard no words")
+        return _Label((), errors, words, "empty", "the teacher heard no words")
     if repeated_ngrams(known, label):
-        return _Label((), **counts, code="repeats", reason="the teacher repeats itself")
-    if known and errors > options.max_wer * counts["words"]:
-        wer = errors / max(1, counts["words"])
-        return _Label((), **counts, code="disagrees", reason=f"its word error rate is {100 * wer:.0f} %")
-    return _Label(segments, **counts)
+        return _Label((), errors, words, "repeats", "the teacher repeats itself")
+    if known and errors > options.max_wer * words:
+        return _Label((), errors, words, "disagrees", f"its word error rate is {100 * errors / max(1, words):.0f} %")
+    return _Label(segments, errors, words)
 
 
 def _labelled(cut: dict[str, Any], utterance: Utterance, label: _Label) -> dict[str, Any]:
