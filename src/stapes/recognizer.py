@@ -19,6 +19,7 @@ from stapes.audio.vad import VoiceActivityDetector
 from stapes.checkpoints import catalog
 from stapes.checkpoints.formats import WhisperCheckpoint
 from stapes.checkpoints.load import WAV2VEC2, load_whisper, model_type, open_checkpoint
+from stapes.checkpoints.low_rank import with_adapter
 from stapes.checkpoints.onnx_folder import is_onnx
 from stapes.checkpoints.tokenizer import open_tokenizer
 from stapes.checkpoints.wav2vec2 import has_languages
@@ -26,11 +27,13 @@ from stapes.decoding.rules import Vocabulary
 from stapes.devices import tuned
 from stapes.devices.backend import Device, choose_dtype, fp8_dtype, resolve
 from stapes.devices.memory import save_gpu_memory
+from stapes.devices.threads import in_own_thread
 from stapes.errors import AudioError, ModelError, UsageError
 from stapes.inference.ctc_alignment import Aligner
 from stapes.inference.ctc_family import CTCFamily
 from stapes.inference.ctc_open import CTC_KINDS, open_ctc
 from stapes.inference.draft import open_draft
+from stapes.inference.engine import Engine
 from stapes.inference.family import Family
 from stapes.inference.following import Follower, SegmentListener
 from stapes.inference.gpu_speculative import GpuSpeculativeEngine
@@ -38,9 +41,10 @@ from stapes.inference.gpu_whisper import GpuWhisperEngine
 from stapes.inference.ingest import Ingest
 from stapes.inference.onnx import open_onnx
 from stapes.inference.onnx_session import check_backend
-from stapes.inference.packed import is_worth_packing, pack_module
+from stapes.inference.packed import is_worth_packing, packer
 from stapes.inference.planner import Plan, plan, workspace_bytes
-from stapes.inference.quantized import quantizer
+from stapes.inference.pool_open import open_pool, several, threads_of_each
+from stapes.inference.quantized import quantizer, stored_precision
 from stapes.inference.requests import Priority
 from stapes.inference.results import make_transcript
 from stapes.inference.scheduler import Scheduler
@@ -73,6 +77,7 @@ def load(
     task: str = "transcribe",
     language: str | None = None,
     progress: Progress | None = None,
+    adapter: str | Path | None = None,
     draft: str | Path | None = None,
     draft_tokens: int = 5,
 ) -> Recognizer:
@@ -80,11 +85,29 @@ def load(
 
     model: a name (``stapes models`` lists them), a Hugging Face id, a folder or a ``.pt`` file; None chooses for the
     device, ``task`` and ``language``, which also chooses among the adapters of MMS. threads: CPU threads of PyTorch.
-    batch_size: windows decoded together. max_vram: the most GPU memory to use, such as ``"6GB"``.
+    batch_size: windows decoded together. max_vram: the most GPU memory to use, such as ``"6GB"``. device: several, as
+    in ``"cuda:0,cuda:1"``, share the windows, each in a process of its own: the numbers are then of all, and of each.
+    adapter: the folder of a LoRA adapter of this Whisper, merged in memory; as ``model`` itself it finds its base.
     draft: a small Whisper that drafts ``draft_tokens`` at a time for this one (`inference.speculative`), greedily: the
     text is the same, sooner, where few windows are decoded together. Raises ModelError, DeviceError and UsageError.
     """
     progress = progress or Silent()
+    if devices := several(device):
+        if draft is not None:
+            raise UsageError("--draft is for few windows at once, on one device: name one, or leave --draft out")
+        model, location = _find(model, resolve(devices[0]), task, language, model_dir, offline, progress)
+        settings = {
+            "precision": precision,
+            "backend": backend,
+            "max_vram": max_vram,
+            "threads": threads_of_each(devices, threads),
+            "model_dir": model_dir,
+            "adapter": adapter,
+            "batch_size": None if batch_size is None else -(-batch_size // len(devices)),
+        }
+        source = model if location.parts else location.path
+        openers = [(each, partial(open_engine, source, device=each, **settings)) for each in devices]
+        return Recognizer(*open_pool(model, location, openers, model_dir))
     if threads is not None:
         if threads < 1:
             raise UsageError(f"--threads is {threads}: give 1 or more")
@@ -102,6 +125,8 @@ def load(
     kind = model_type(location.path)
     if draft is not None and (exported or kind in CTC_KINDS):
         raise UsageError(f"--draft needs a Whisper that PyTorch runs, and {name} is none: leave --draft out")
+    if adapter is not None and (exported or kind in CTC_KINDS):
+        raise UsageError(f"--adapter needs a Whisper that PyTorch runs, and {name} is none: leave --adapter out")
     if exported:
         slots = batch_size or _default_slots(where)
         return Recognizer(open_onnx(name, location.path, where, precision, slots, progress), where)
@@ -110,8 +135,12 @@ def load(
         if language is not None and kind in WAV2VEC2 and has_languages(location.path):
             catalog.pull_adapter(name, language, model_dir, progress, offline)
         slots = batch_size or (1 if where.memory is None else _default_slots(where))
-        return Recognizer(open_ctc(name, location.path, kind, where, precision, dtype, slots, language), where)
+        family = in_own_thread(lambda: open_ctc(name, location.path, kind, where, precision, dtype, slots, language))
+        return Recognizer(family, where)
     checkpoint = open_checkpoint(location.path, name, location.parts)
+    if adapter is not None:
+        checkpoint = with_adapter(checkpoint, Path(adapter))
+    precision = stored_precision(name, checkpoint.scheme, precision, where)
     tokenizer = open_tokenizer(checkpoint, model_dir)
     slots, encoder_batch = batch_size or _default_slots(where, drafts=draft is not None), 1
     int8_cache = precision in ("fp8", "int8", "int4")
@@ -135,7 +164,14 @@ def load(
             device=where.torch,
             model_dir=model_dir,
         )
-    return assemble(name, checkpoint, tokenizer, where, dtype, slots, precision, int8_cache, encoder_batch, drafts)
+    return in_own_thread(
+        lambda: assemble(name, checkpoint, tokenizer, where, dtype, slots, precision, int8_cache, encoder_batch, drafts)
+    )
+
+
+def open_engine(model: str | Path, **settings: Any) -> Engine:
+    """The engine of a model that is on this machine, as `load` makes it: for a process of its own."""
+    return load(model, offline=True, **settings).engine
 
 
 def _plan(
@@ -171,7 +207,10 @@ def assemble(
     dtype: of activations and plain weights. slots: windows decoded together. int8_cache: keep keys and values of the
     encoder's states in 8 bits. encoder_batch: windows encoded together. draft: what drafts for it, if anything does.
     """
-    adapt = pack_module if is_worth_packing(device.torch, dtype) else quantizer(precision)
+    if is_worth_packing(device.torch, dtype):
+        adapt = packer(dtype, int8=precision == "int8")
+    else:
+        adapt = quantizer(precision, checkpoint.stored)
     network = load_whisper(checkpoint, dtype, device.torch, adapt)
     config = checkpoint.config
     heads = checkpoint.alignment_heads or tuple(
@@ -259,8 +298,9 @@ def _default_slots(device: Device, *, drafts: bool = False) -> int:
 class Recognizer:
     """A loaded model. Any number of threads may call it at the same time: their windows share the device."""
 
-    def __init__(self, family: Family, device: Device) -> None:
+    def __init__(self, family: Family, device: Device, on_close: Callable[[], None] = lambda: None) -> None:
         self.family, self.device = family, device
+        self._on_close = on_close
         self.name, self.config = family.name, family.config
         self.tokenizer, self.engine = family.tokenizer, family.engine
         self._detector: VoiceActivityDetector | None = None
@@ -418,6 +458,7 @@ class Recognizer:
         if not self._scheduler.close():
             return  # in the middle of a long operation, which needs that memory
         self.engine.clear()
+        self._on_close()
         if self.device.backend != "cpu":
             torch.cuda.empty_cache()
 

@@ -169,8 +169,9 @@ class VoiceActivityDetector:
         Raises:
             ModelError: the weights are missing or damaged.
         """
-        self.network = load_network(weights or packaged_weights())
         self._workers = _single_core_workers(threads)
+        # In one of them: weights that the calling thread copies would leave helpers of OpenMP with it.
+        self.network = self._workers.submit(load_network, weights or packaged_weights()).result()
 
     def state(self) -> VadState:
         """Return the state before the first sample of a recording."""
