@@ -69,6 +69,7 @@ class SimulatedExecutor(Executor):
         self._scale = scale
         self.now = 0.0
         self.deaths = 0
+        self._given = self._starting = 0
         self._order = 0
         self._agenda: list[tuple[float, int, str, str, int, int]] = []
         self._found: list[Event] = []
@@ -93,6 +94,7 @@ class SimulatedExecutor(Executor):
     def submit(self, worker: str, assignment: Assignment) -> None:
         state = self._workers[worker]
         state.queue.append(assignment)
+        self._given += 1
         if len(state.queue) == 1:
             self._begin(worker, state)
 
@@ -103,19 +105,22 @@ class SimulatedExecutor(Executor):
             self._found.append(Kept(worker, number))
         else:
             state.queue.remove(found)
+            self._given -= 1
             self._found.append(Returned(worker, number))
 
     def restart(self, worker: str) -> None:
         self._die(worker)
 
     def events(self, timeout: float) -> Sequence[Event]:
-        while not self._found and self._agenda:
+        # Where nobody has work, deaths alone are nothing to wait for.
+        while not self._found and self._agenda and (self._given or self._starting):
             at, _, what, worker, epoch, number = heapq.heappop(self._agenda)
             state = self._workers[worker]
             if what != "death" and epoch != state.epoch:
                 continue
             self.now = max(self.now, at)
             if what == "ready":
+                self._starting -= 1
                 state.up = True
                 ahead = 120 * 30.0
                 self._found.append(Ready(worker, 264, max(ahead, 2 * self._scale.shard_seconds)))
@@ -124,6 +129,7 @@ class SimulatedExecutor(Executor):
                 self._plan_death(worker)
             else:
                 done = state.queue.popleft()
+                self._given -= 1
                 assert done.number == number
                 self._found.append(self._done(worker, done))
                 if state.queue:
@@ -136,6 +142,7 @@ class SimulatedExecutor(Executor):
 
     def _plan(self, what: str, worker: str, delay: float, number: int = 0) -> None:
         self._order += 1
+        self._starting += what == "ready"
         entry = (self.now + delay, self._order, what, worker, self._workers[worker].epoch, number)
         heapq.heappush(self._agenda, entry)
 
@@ -151,6 +158,7 @@ class SimulatedExecutor(Executor):
         if state.up:
             state.up = False
             state.epoch += 1
+            self._given -= len(state.queue)
             state.queue.clear()
             self.deaths += 1
             self._found.append(Died(worker, "the simulation had it so"))

@@ -145,8 +145,10 @@ def _remote(url: str) -> Iterator[Item]:
 
 def _walk_remote(files: Any, path: str) -> Iterator[Item]:
     for _, folders, names in files.walk(path, detail=True):
-        for name in [name for name in folders if name.startswith(".")]:
-            del folders[name]
+        # What is left in it, in its order, is where the walk goes on.
+        kept = sorted((pair for pair in folders.items() if not pair[0].startswith(".")), key=lambda pair: pair[0])
+        folders.clear()
+        folders.update(kept)
         for name in sorted(names):
             if _extension(name) in MEDIA_EXTENSIONS and not name.startswith("."):
                 yield _of_url(files, names[name]["name"], names[name])
