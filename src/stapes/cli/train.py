@@ -35,6 +35,8 @@ def train(
     resume: Annotated[bool, Parameter(negative="")] = False,
     strategy: Literal["auto", "single", "ddp", "fsdp", "deepspeed"] | None = None,
     parallel: str | None = None,
+    gpus: int | None = None,
+    gpu_memory: float | None = None,
     dry_run: Annotated[bool, Parameter(negative="")] = False,
     print_config: Annotated[bool, Parameter(negative="")] = False,
     json: Annotated[bool, Parameter(negative="")] = False,
@@ -45,9 +47,8 @@ def train(
 
         stapes train ctc --train corpus/train.jsonl.gz --dev corpus/dev.jsonl.gz -o runs/mine
         stapes train whisper_ctc --train … --dev … -o runs/tiny --set model.init=tiny.en
-        stapes train pretrain --train … -o runs/base --set model.init=facebook/wav2vec2-base
-        stapes train ctc --config run.toml --set optimizer.peak_lr=1e-4 --dry-run
-        torchrun --nproc-per-node 8 -m stapes train ctc --config run.toml --strategy fsdp
+        stapes train ctc --config run.toml --dry-run --gpus 8 --gpu-memory 192
+        torchrun --nproc-per-node 8 -m stapes train ctc --config run.toml --parallel dp=2,fsdp=4
 
     The result is OUTPUT/model, which `stapes transcribe --model OUTPUT/model` opens; it is there from the first
     evaluation on and always the best so far. Ctrl-C keeps a checkpoint; --resume goes on from it, bit for bit as if
@@ -72,9 +73,15 @@ def train(
     strategy:
         Several processes: ddp, fsdp (FSDP2) or deepspeed; auto is ddp.
     parallel:
-        The mesh of processes, such as dp=2,fsdp=4: two copies, each shared out over four.
+        The mesh of processes, such as dp=2,fsdp=4: two copies, each shared out over four. dp: copies; fsdp: processes
+        that share one; tp: parts of each layer (sp beside it: of what is between its matrices too); cp: parts of long
+        recordings; pp: stages of layers.
+    gpus:
+        With --dry-run: plan for so many GPUs, not for those that are here.
+    gpu_memory:
+        With --dry-run: plan for GPUs with so many GB of memory, such as 192.
     dry_run:
-        Print what the run would take, and do nothing.
+        Print what the run would take and how it would fit into the GPUs, and do nothing.
     print_config:
         Print every setting with its meaning, as TOML that --config reads.
     json:
@@ -95,13 +102,15 @@ def train(
     settings.output = str(output) if output is not None else settings.output
     settings.parallel.strategy = strategy or settings.parallel.strategy
     if parallel is not None:
-        _apply_mesh(settings, parallel)
+        gpus = _apply_mesh(settings, parallel, gpus)
+    if not dry_run and gpu_memory is not None:
+        raise UsageError("--gpu-memory is for --dry-run: a run finds out by itself")
     terminal = Terminal()
     if print_config:
         terminal.out(to_toml(settings))
         return 0
     if dry_run:
-        return _dry_run(terminal, settings, json)
+        return _dry_run(terminal, settings, json, gpus, gpu_memory)
     result = _run(terminal, settings, resume)
     if int(os.environ.get("RANK", "0")) == 0:
         values = {**asdict(result), "model": str(result.model) if result.model else None}
@@ -109,21 +118,19 @@ def train(
     return 130 if result.interrupted else 0
 
 
-def _apply_mesh(settings: TrainConfig, text: str) -> None:
-    """``dp=2,fsdp=4``: fsdp is how many processes share a copy, dp how many copies there are."""
-    sizes: dict[str, int] = {}
-    for part in text.split(","):
-        name, _, number = part.partition("=")
-        if name.strip() not in ("dp", "fsdp") or not number.strip().isdigit() or int(number) < 1:
-            raise UsageError(f"--parallel is {text!r}: say dp=…, fsdp=… or both, such as dp=2,fsdp=4")
-        sizes[name.strip()] = int(number)
-    processes = int(os.environ.get("WORLD_SIZE", "1"))
-    if sizes.get("dp", 1) * sizes.get("fsdp", 1) != processes:
-        raise UsageError(f"--parallel {text} is not {processes}, the number of processes that torchrun started")
-    if sizes.get("fsdp", 1) > 1:
-        settings.parallel.strategy, settings.parallel.shards = "fsdp", sizes["fsdp"]
-    else:
-        settings.parallel.strategy = "ddp"
+def _apply_mesh(settings: TrainConfig, text: str, gpus: int | None) -> int:
+    """Have the settings say what ``--parallel`` says. Returns how many processes that is."""
+    from stapes.training.mesh import apply_mesh, parse_mesh
+
+    sizes = parse_mesh(text)
+    processes = gpus or int(os.environ.get("WORLD_SIZE", "1"))
+    if sizes.processes != processes:
+        raise UsageError(
+            f"--parallel {text} is not {processes}, the number of processes: start {sizes.processes} with torchrun "
+            f"--nproc-per-node {sizes.processes}"
+        )
+    apply_mesh(settings.parallel, sizes)
+    return sizes.processes
 
 
 def _run(terminal: Terminal, settings: TrainConfig, resume: bool) -> Result:
@@ -177,10 +184,10 @@ def _stoppable() -> Iterator[threading.Event]:
             signal.signal(number, handler)
 
 
-def _dry_run(terminal: Terminal, settings: TrainConfig, json: bool) -> int:
+def _dry_run(terminal: Terminal, settings: TrainConfig, json: bool, gpus: int | None, gpu_memory: float | None) -> int:
     from stapes.training.dry_run import plan_run
 
-    plan = plan_run(settings)
+    plan = plan_run(settings, gpus, None if gpu_memory is None else gpu_memory * 2**30)
     terminal.out(to_json(asdict(plan)) + "\n" if json else plan.text() + "\n")
     return 0
 

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from stapes.data.options import AugmentOptions
 from stapes.errors import UsageError
 
-ObjectiveKind = Literal["ctc", "attention", "hybrid", "contrastive"]
+ObjectiveKind = Literal["ctc", "attention", "hybrid", "whisper", "contrastive"]
 Precision = Literal["auto", "fp32", "bf16", "fp16"]
 Strategy = Literal["auto", "single", "ddp", "fsdp", "deepspeed"]
 
@@ -28,7 +28,7 @@ class DataOptions:
     """Manifests that choose the best checkpoint. None: there is no choice, the last one is the result."""
     vocabulary: str = "char"
     """char: the characters of the training text; bpe or unigram: parts of its words; words: each word, where there are
-    few; or a folder with a vocab.json."""
+    few; teacher: that of distill.teacher; or a folder with a vocab.json."""
     vocabulary_size: int = 500
     """Tokens of a bpe or unigram vocabulary."""
     batch_seconds: float = 240.0
@@ -37,6 +37,10 @@ class DataOptions:
     """Utterances in one batch of one process at most."""
     buckets: int = 12
     """How many different lengths batches have at most."""
+    rehearsal: list[str] = field(default_factory=list)
+    """whisper: manifests of what must not be forgotten; some of them are in each batch."""
+    rehearsal_share: float = 0.25
+    """Share of each batch's utterances that come from these."""
     workers: int = 2
     """Processes that read and augment audio, for each process that trains; 0: it does so itself."""
 
@@ -97,6 +101,48 @@ class ModelOptions:
     """Inner width of its MLPs."""
     decoder_dropout: float = 0.1
     """Dropout of the decoder."""
+    language: str | None = None
+    """wav2vec 2.0 with an adapter: the code of the language that is learnt (swa), for which all else stays as it is."""
+    adapter_width: int = 16
+    """Width of its adapters, where the model has none of other languages yet."""
+    adapter_start: str | None = None
+    """The language whose adapters it starts from. None: from some that change nothing."""
+    language_tokens: dict[str, str] = field(default_factory=dict)
+    """whisper: languages that it has no token for, and the language whose token each takes over: {"hsb" = "cs"}."""
+
+
+@dataclass(kw_only=True, slots=True)
+class LowRankOptions:
+    """whisper: adapters beside the matrices instead of other matrices (LoRA, Hu et al. 2021)."""
+
+    rank: int = 0
+    """Width of an adapter; 0: none, the network itself is trained."""
+    alpha: float = 64.0
+    """What an adapter adds is multiplied with alpha / rank."""
+    dropout: float = 0.05
+    """Of what an adapter sees, in training."""
+    targets: list[str] = field(default_factory=lambda: ["query", "value"])
+    """Which matrices have one: query, key, value and out of each attention, up and down of each MLP."""
+    parts: list[str] = field(default_factory=lambda: ["encoder", "decoder"])
+    """Where: encoder, decoder, or some of their layers, such as decoder.layers.5."""
+
+
+@dataclass(kw_only=True, slots=True)
+class LabelOptions:
+    """whisper: what is written for an utterance."""
+
+    task: Literal["transcribe", "translate"] = "transcribe"
+    """translate: the manifests' texts are English, whatever is spoken."""
+    language: str | None = None
+    """Of utterances whose manifest says none."""
+    timestamps: float = 0.5
+    """Share of utterances that are written with the times of their segments."""
+    untimed: Literal["any", "plain"] = "any"
+    """Where the manifest has no times. any: the same share is written between two times, and which ones these are is
+    left to the model, so that it keeps its sense of time; plain: without times, always."""
+    prompts: float = 0.1
+    """Share of utterances that are told what was said before: the text before them in the manifest, of the same
+    recording or speaker."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -104,8 +150,8 @@ class ObjectiveOptions:
     """What is minimised."""
 
     kind: ObjectiveKind = "ctc"
-    """ctc; attention: a decoder that writes token by token; hybrid: both at once; contrastive: pre-training from audio
-    alone, see pretraining."""
+    """ctc; attention: a decoder that writes token by token; hybrid: both at once; whisper: all of a Whisper;
+    contrastive: pre-training from audio alone, see pretraining."""
     ctc_weight: float = 0.3
     """hybrid: share of CTC in the loss."""
     label_smoothing: float = 0.1
@@ -159,6 +205,23 @@ class PretrainingOptions:
 
 
 @dataclass(kw_only=True, slots=True)
+class DistillOptions:
+    """A student that learns from a teacher what else could have been written (objective.kind is whisper or ctc)."""
+
+    teacher: str | None = None
+    """The model that teaches: a Whisper for one, a CTC or hybrid model for the other. None: there is no teacher."""
+    decoder_layers: int | None = None
+    """whisper: decoder layers of the student, which are the teacher's first, last and some between; its model.init is
+    the teacher where none is named. None: all."""
+    label_weight: float = 0.8
+    """Weight of the texts in the loss."""
+    teacher_weight: float = 1.0
+    """Weight of the divergence from the teacher: token by token, or frame by frame."""
+    temperature: float = 2.0
+    """Both distributions are softened by it: above 1 the unlikely counts more."""
+
+
+@dataclass(kw_only=True, slots=True)
 class OptimizerOptions:
     """AdamW and its learning rate."""
 
@@ -208,10 +271,15 @@ class RunOptions:
     """What products are computed in; auto: bf16, where a GPU lacks it fp16 with loss scaling, fp32 on the CPU."""
     tf32: bool = True
     """Let NVIDIA's GPUs round what is left of fp32 products to TF32."""
+    fp8: bool = False
+    """Multiply the matrices of the encoder's layers in fp8, on GPUs that can; needs torchao."""
     checkpoint_layers: bool = False
     """Keep only each layer's input and compute the rest again backwards: less memory, a third more time."""
     compile: bool = False
     """Compile each layer for each of the few shapes (torch.compile): slow to start, then faster on GPUs."""
+    fused: bool = True
+    """wav2vec 2.0 on GPUs: compute by fused kernels, both ways, in place of PyTorch's own operations. Compiled layers
+    stay as they are."""
     threads: int | None = None
     """CPU threads of PyTorch."""
     evaluate_every: int = 500
@@ -255,6 +323,16 @@ class ParallelOptions:
     optimiser shared out; deepspeed: ZeRO."""
     shards: int | None = None
     """fsdp: processes that share one copy; several copies then work like DDP. None: all share one."""
+    tp: int = 1
+    """Tensor parallelism: processes that each have a part of the attention heads and of the MLPs. Within a machine."""
+    sp: bool = False
+    """tp: share out norms, dropouts and convolutions as well, over time: less memory, the same communication."""
+    cp: int = 1
+    """Context parallelism: processes that each have a part of the time of every recording, for very long ones."""
+    pp: int = 1
+    """Pipeline parallelism: stages, each with some of the layers; ctc, attention, hybrid."""
+    groups: int | None = None
+    """pp: groups of utterances that a batch is cut into, at least as many as stages. None: twice as many."""
     zero_stage: Literal[1, 2, 3] = 2
     """deepspeed: 1 shares out the optimiser, 2 gradients too, 3 weights too."""
     offload: bool = False
@@ -274,6 +352,9 @@ class TrainConfig:
     seed: int = 0
     """Of everything random."""
     data: DataOptions = field(default_factory=DataOptions)
+    labels: LabelOptions = field(default_factory=LabelOptions)
+    lora: LowRankOptions = field(default_factory=LowRankOptions)
+    distill: DistillOptions = field(default_factory=DistillOptions)
     augment: AugmentOptions = field(default_factory=lambda: AugmentOptions(speeds=(1.0,), gain_probability=0.0))
     masks: MaskOptions = field(default_factory=MaskOptions)
     model: ModelOptions = field(default_factory=ModelOptions)
@@ -304,8 +385,16 @@ class TrainConfig:
             raise UsageError(f"optimizer.betas is {self.optimizer.betas}: give two numbers, such as [0.9, 0.98]")
         if self.model.width % max(1, self.model.heads) or not self.model.conv_kernel % 2:
             raise UsageError("model.width must be a multiple of model.heads, and model.conv_kernel odd")
+        if self.objective.kind != "whisper" and (self.data.rehearsal or self.lora.rank or self.model.language_tokens):
+            raise UsageError("data.rehearsal, lora.rank and model.language_tokens are for `stapes train whisper`")
         if self.objective.kind == "contrastive":
             self._check_pretraining()
+        if self.distill.teacher is not None and self.objective.kind not in ("whisper", "ctc"):
+            raise UsageError(f"distill.teacher cannot teach {self.objective.kind}: its student is a Whisper, or CTC")
+        if self.distill.decoder_layers is not None and self.objective.kind != "whisper":
+            raise UsageError("distill.decoder_layers is for a Whisper: set objective.kind=whisper, or leave it out")
+        if self.model.language is not None and (self.objective.kind != "ctc" or self.model.init is None):
+            raise UsageError("model.language is for an adapter of a wav2vec 2.0 that model.init names, such as MMS")
         if self.checkpoint.average > 1 and not self.data.dev:
             raise UsageError("checkpoint.average compares on dev manifests: give data.dev, or average 1")
 
@@ -328,6 +417,17 @@ _RANGES: list[tuple[str, str, float, float]] = [
     ("data", "buckets", 1, 512),
     ("data", "workers", 0, 256),
     ("data", "vocabulary_size", 16, 100_000),
+    ("data", "rehearsal_share", 0.0, 0.9),
+    ("labels", "timestamps", 0.0, 1.0),
+    ("labels", "prompts", 0.0, 1.0),
+    ("model", "adapter_width", 1, 4096),
+    ("distill", "decoder_layers", 1, 256),
+    ("distill", "label_weight", 0.0, 1000.0),
+    ("distill", "teacher_weight", 0.0, 1000.0),
+    ("distill", "temperature", 0.01, 100.0),
+    ("lora", "rank", 0, 4096),
+    ("lora", "alpha", 0.0, _BIG),
+    ("lora", "dropout", 0.0, 0.95),
     ("masks", "time_masks", 0, 100),
     ("masks", "time_width", 0, _BIG),
     ("masks", "time_fraction", 0.0, 1.0),
@@ -384,6 +484,10 @@ _RANGES: list[tuple[str, str, float, float]] = [
     ("checkpoint", "keep_best", 0, 1000),
     ("checkpoint", "average", 1, 1000),
     ("parallel", "shards", 1, 100_000),
+    ("parallel", "tp", 1, 1024),
+    ("parallel", "cp", 1, 1024),
+    ("parallel", "pp", 1, 1024),
+    ("parallel", "groups", 1, 4096),
     ("parallel", "timeout_seconds", 1, _BIG),
 ]
 

@@ -24,7 +24,7 @@ def score_dev(
     for batch in dev:
         found = objective.evaluate(prepare(batch, processes.device.torch))
         samples += objective.judge(scores, batch, found)[: run.sample_texts - len(samples)]
-        seen += len(batch) * processes.world_size
+        seen += len(batch) * processes.data_size
         if run.evaluate_limit is not None and seen >= run.evaluate_limit:
             break
     dev.load_state_dict(start)

@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass
 
+import numpy as np
+import torch
+
+from stapes.audio.features import WINDOW_SECONDS
 from stapes.data.buckets import BucketSampler
 from stapes.data.crops import Crops
-from stapes.training.config import TrainConfig
+from stapes.devices.backend import Device
+from stapes.devices.chips import CHIPS, Chip
+from stapes.models.ctc_head import CTC
+from stapes.models.hybrid import Hybrid
+from stapes.models.wav2vec2 import Wav2Vec2
+from stapes.training.config import ParallelOptions, TrainConfig
 from stapes.training.corpus import open_manifest
-from stapes.training.networks import build_network
+from stapes.training.mesh import mesh_sizes
+from stapes.training.networks import build_network, open_labels
 from stapes.training.optimizer import freeze
 from stapes.training.parallel import Processes, choose_strategy
-from stapes.training.plan import Costs, memory_bytes, parameter_counts, usual_flops_per_second
+from stapes.training.plan import Costs, parameter_counts, usual_flops_per_second
+from stapes.training.planner import Sizes, choose
 from stapes.training.setup import choose_precision
 from stapes.training.vocabulary import open_vocabulary
 
@@ -39,11 +51,26 @@ class RunPlan:
     padding_share: float
     steps_per_epoch: int
     steps: int
+    mesh: str
+    """What ``--parallel`` would say."""
+    checkpoint_layers: bool
+    """Whether layers are computed again backwards."""
     memory_bytes: float
-    """Of one process, for the largest batch, where each holds a whole copy."""
+    """Of one process, for the largest batch."""
+    gpu_memory_bytes: float | None
+    """What each GPU has; None: not known."""
+    fits: bool
+    reasons: list[str]
+    """Why so and not simpler."""
     flops_per_audio_second: float
     seconds: float
     """Of the whole run."""
+
+    def settings(self) -> str:
+        """What to start the run with."""
+        parts = [f"--parallel {self.mesh}"] if self.processes > 1 else []
+        parts += ["--set run.checkpoint_layers=true"] if self.checkpoint_layers else []
+        return " ".join(parts) or "as they are"
 
     def text(self) -> str:
         """For people."""
@@ -58,40 +85,67 @@ class RunPlan:
                 f"steps       {self.steps:,}, {self.steps_per_epoch:,} an epoch",
                 f"device      {self.processes} × {self.device}, {self.strategy}, {self.precision}",
                 f"memory      about {self.memory_bytes / 2**30:.2f} GiB a process",
+                f"settings    {self.settings()}",
+                *(f"            {reason}" for reason in self.reasons),
                 f"operations  {self.flops_per_audio_second / 1e9:.1f} GFLOP for each second of audio",
                 f"time        about {f'{minutes:.0f} min' if minutes < 120 else f'{minutes / 60:.1f} h'}",
             ]
         )
 
 
-def plan_run(config: TrainConfig) -> RunPlan:
-    """Plan a run without running it. Raises what `open_run` would."""
+def plan_run(config: TrainConfig, gpus: int | None = None, gpu_memory: float | None = None) -> RunPlan:
+    """Plan a run without running it: for this machine, or for ``gpus`` GPUs with ``gpu_memory`` bytes each.
+
+    A mesh and a precision that the settings name are taken; what they leave open is chosen so that it fits. Raises what
+    `open_run` would.
+    """
     from stapes.devices.backend import resolve
 
     config.check()
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
     device = resolve(config.run.device)
-    processes = Processes(0, world_size, device)
-    precision, strategy = choose_precision(config, processes), choose_strategy(config.parallel, world_size)
+    world_size = gpus or _present(device)
+    chip = None if gpu_memory is None else chip_with(gpu_memory)
+    memory = gpu_memory if gpu_memory is not None else device.memory
+    precision = choose_precision(config, Processes(0, world_size, device))
+    if chip is not None and config.run.precision == "auto":
+        precision = "bf16" if "bf16" in chip.peak_tflops else "fp16"
     manifest = open_manifest(config, config.data.train)
-    tokenizer = open_vocabulary(config, manifest, None)
+    is_whisper = config.objective.kind == "whisper"
+    tokenizer = open_labels(config) if is_whisper else open_vocabulary(config, manifest, None)
     network, _ = build_network(config, tokenizer, config.seed)
     freeze(network, config.optimizer)
-    sampler = BucketSampler(
-        manifest.durations,
-        config.data.batch_seconds,
+
+    def sampler_for(data: int) -> BucketSampler:
+        return BucketSampler(
+            np.full(len(manifest), WINDOW_SECONDS) if is_whisper else manifest.durations,
+            config.data.batch_seconds,
+            data,
+            seed=config.seed,
+            accumulate=config.optimizer.accumulate,
+            buckets=config.data.buckets,
+            max_rows=config.data.max_rows,
+            speeds=(1.0,) if is_whisper else config.augment.speeds,
+            keys=manifest.keys,
+            edges=manifest.edges if isinstance(manifest, Crops) else None,
+        )
+
+    costs = Costs(network)
+    largest = max(sampler_for(1).buckets, key=lambda bucket: bucket.rows * bucket.seconds)
+    cost = costs.of(largest.rows, largest.samples, round(largest.seconds * _TOKENS_PER_SECOND))
+    choice = choose(
+        Sizes(network, cost, half=precision != "fp32", average=config.optimizer.ema is not None),
         world_size,
-        seed=config.seed,
-        accumulate=config.optimizer.accumulate,
-        buckets=config.data.buckets,
-        max_rows=config.data.max_rows,
-        speeds=config.augment.speeds,
-        keys=manifest.keys,
-        edges=manifest.edges if isinstance(manifest, Crops) else None,
+        memory,
+        wanted=mesh_sizes(config.parallel, world_size) if _names_mesh(config.parallel) else None,
+        checkpoint_layers=config.run.checkpoint_layers,
+        divides=isinstance(network, CTC | Hybrid | Wav2Vec2),
+        batch_seconds=largest.rows * largest.seconds,
+        groups=config.parallel.groups,
     )
+    sizes = choice.need.sizes
+    sampler = sampler_for(sizes.data)
     per_epoch = sampler.steps(0)
     steps = config.run.steps or max(1, round((config.run.epochs or 0) * per_epoch))
-    costs = Costs(network)
     seconds = padded = flops = 0.0
     for _ in range(min(per_epoch * config.optimizer.accumulate, 200)):
         plan = next(sampler)
@@ -99,8 +153,6 @@ def plan_run(config: TrainConfig) -> RunPlan:
         flops += costs.of(rows, samples, round(samples / 16_000 * _TOKENS_PER_SECOND)).flops
         padded += rows * samples / 16_000
         seconds += float((manifest.durations[plan.indices] / plan.speeds * plan.weights).sum())
-    largest = max(sampler.buckets, key=lambda bucket: bucket.rows * bucket.seconds)
-    cost = costs.of(largest.rows, largest.samples, round(largest.seconds * _TOKENS_PER_SECOND))
     every, trained = parameter_counts(network)
     corpus = float(manifest.durations.sum())
     total = flops / max(seconds, 1e-9) * corpus * steps / per_epoch
@@ -111,21 +163,51 @@ def plan_run(config: TrainConfig) -> RunPlan:
         vocabulary=0 if tokenizer is None else tokenizer.size,
         utterances=len(manifest),
         hours=corpus / 3600,
-        device=device.name,
+        device=chip.names[0] if chip is not None else device.name,
         processes=world_size,
-        strategy=strategy,
+        strategy=choose_strategy(config.parallel, world_size) if not sizes.sharded else "fsdp",
         precision=precision,
         shapes=[(bucket.rows, bucket.seconds) for bucket in sampler.buckets],
         padding_share=1 - seconds / padded if padded else 0.0,
         steps_per_epoch=per_epoch,
         steps=steps,
-        memory_bytes=memory_bytes(
-            network,
-            cost,
-            half=precision != "fp32",
-            average=config.optimizer.ema is not None,
-            checkpoint_layers=config.run.checkpoint_layers,
-        ),
+        mesh=sizes.text(),
+        checkpoint_layers=choice.need.checkpoint_layers,
+        memory_bytes=choice.need.bytes,
+        gpu_memory_bytes=memory,
+        fits=choice.fits,
+        reasons=[*choice.reasons, *_on_precision(precision, chip or device.chip)],
         flops_per_audio_second=flops / max(seconds, 1e-9),
-        seconds=total / usual_flops_per_second(device, precision) / world_size,
+        seconds=total * choice.need.slowdown / usual_flops_per_second(device, precision, chip) / world_size,
     )
+
+
+def _present(device: Device) -> int:
+    """Processes that torchrun started, or the GPUs of this machine."""
+    if "WORLD_SIZE" in os.environ:
+        return int(os.environ["WORLD_SIZE"])
+    return 1 if device.backend == "cpu" or device.torch.index is not None else max(1, torch.cuda.device_count())
+
+
+def _names_mesh(options: ParallelOptions) -> bool:
+    return options.strategy != "auto" or options.tp * options.cp * options.pp > 1
+
+
+def _on_precision(precision: str, chip: Chip | None) -> list[str]:
+    """Why this precision, and what else there is."""
+    if chip is None:
+        return []
+    said = []
+    if precision == "bf16":
+        said.append("bf16: the GPU multiplies it, and its range needs no loss scaling")
+    elif precision == "fp16":
+        said.append("fp16 with loss scaling: the GPU has no bf16 arithmetic")
+    if chip.fp8 is not None and precision in ("bf16", "fp16"):
+        said.append(f"the GPU multiplies fp8 ({chip.fp8}) too: run.fp8=true, with torchao")
+    return said
+
+
+def chip_with(memory: float) -> Chip | None:
+    """The slowest GPU we know with so much memory, in bytes: what a plan for ``--gpu-memory`` is about."""
+    found = [chip for chip in CHIPS if chip.memory_gb and abs(chip.memory_gb * 2**30 - memory) < 0.02 * memory]
+    return min(found, key=lambda chip: chip.peak_tflops.get("fp16", math.inf), default=None)

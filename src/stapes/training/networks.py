@@ -6,11 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from stapes.checkpoints import catalog
+from stapes.checkpoints.formats import WhisperCheckpoint
 from stapes.checkpoints.load import open_checkpoint
 from stapes.checkpoints.spectrogram_models import (
     KINDS,
@@ -20,6 +22,8 @@ from stapes.checkpoints.spectrogram_models import (
     open_spectrogram_model,
     save_spectrogram_model,
 )
+from stapes.checkpoints.student import with_decoder_layers
+from stapes.checkpoints.tokenizer import find_tokenizer
 from stapes.checkpoints.wav2vec2 import Wav2Vec2Checkpoint, load_wav2vec2, open_wav2vec2, save_wav2vec2
 from stapes.checkpoints.wav2vec2_pretraining import save_pretraining
 from stapes.data.manifest import Manifest
@@ -32,11 +36,16 @@ from stapes.models.ctc_head import CTC, CTCConfig, WhisperEncoder
 from stapes.models.hybrid import Hybrid, HybridConfig
 from stapes.models.wav2vec2 import Wav2Vec2
 from stapes.models.wav2vec2_pretraining import Wav2Vec2Pretraining
+from stapes.models.whisper import Whisper
 from stapes.text.ctc_tokenizer import CTCTokenizer
 from stapes.text.files import read_json
+from stapes.training.adapters import build_adapter, save_language
 from stapes.training.config import MaskOptions, ModelOptions, TrainConfig
+from stapes.training.distill import DistilledCTCObjective, distilled_whisper, open_ctc_teacher
 from stapes.training.objectives import Objective, SpectrogramObjective, Wav2Vec2Objective
 from stapes.training.pretraining import ContrastiveObjective, build_pretraining
+from stapes.training.whisper import WhisperObjective, build_whisper, save_whisper, whisper_layers
+from stapes.training.whisper_labels import WhisperLabels
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -71,21 +80,48 @@ def find_source(init: str) -> Source:
     return Source(found.path, kind if kind in KINDS else "whisper", found.parts)
 
 
-def build_network(config: TrainConfig, tokenizer: CTCTokenizer | None, seed: int) -> tuple[nn.Module, Source | None]:
+def whisper_source(config: TrainConfig) -> tuple[Source, WhisperCheckpoint]:
+    """The Whisper that is fine-tuned, or the student of distill.teacher. Raises UsageError where model.init is none."""
+    init = config.model.init or config.distill.teacher
+    source = None if init is None else find_source(init)
+    if source is None or source.kind != "whisper":
+        raise UsageError(f"model.init is {init!r}: `stapes train {config.recipe}` starts from a Whisper, such as base")
+    checkpoint = open_checkpoint(source.path, init, source.parts)
+    if config.distill.decoder_layers is not None:
+        checkpoint = with_decoder_layers(checkpoint, config.distill.decoder_layers)
+    return source, checkpoint
+
+
+def open_labels(config: TrainConfig) -> WhisperLabels:
+    """How Whisper's texts are written. Raises UsageError, ModelError."""
+    _, checkpoint = whisper_source(config)
+    file, tokenizer = find_tokenizer(checkpoint)
+    reused = {**checkpoint.language_tokens, **config.model.language_tokens}
+    return WhisperLabels(tokenizer, file, checkpoint.config.text_context, config.labels, reused)
+
+
+def build_network(
+    config: TrainConfig, tokenizer: CTCTokenizer | WhisperLabels | None, seed: int
+) -> tuple[nn.Module, Source | None]:
     """The network on the CPU in float32, ready to train. Raises ModelError, UsageError."""
     options, objective = config.model, config.objective
-    source = None if options.init is None else find_source(options.init)
     torch.manual_seed(seed)
+    if objective.kind == "whisper":
+        source, checkpoint = whisper_source(config)
+        return build_whisper(checkpoint, config), source
+    source = None if options.init is None else find_source(options.init)
     if objective.kind == "contrastive":
         if source is not None and source.kind != "wav2vec2":
             raise UsageError(
                 f"model.init is {options.init!r}: wav2vec 2.0 is what can be pre-trained; name one, or none"
             )
         return build_pretraining(config, None if source is None else source.path), source
-    assert tokenizer is not None
+    assert isinstance(tokenizer, CTCTokenizer)
     if source is not None and source.kind == "wav2vec2":
         if objective.kind != "ctc":
             raise UsageError(f"objective.kind is {objective.kind}: wav2vec 2.0 and HuBERT are trained with ctc")
+        if options.language is not None:
+            return build_adapter(source.path, options, tokenizer), source
         network = _wav2vec2(source, options, tokenizer)
         # What takes part in no step must not be waited for by other processes.
         network.encoder.mask_embedding.requires_grad_(bool(objective.hide_time))
@@ -208,14 +244,33 @@ def measure_corpus(network: nn.Module, manifest: Manifest, most: int = 300) -> N
 
 
 def build_objective(
-    config: TrainConfig, network: nn.Module, source: Source | None, tokenizer: CTCTokenizer | None, dtype: torch.dtype
+    config: TrainConfig,
+    network: nn.Module,
+    source: Source | None,
+    tokenizer: CTCTokenizer | WhisperLabels | None,
+    dtype: torch.dtype,
 ) -> Objective:
     """What is minimised. dtype: of products."""
     options = config.objective
+    if isinstance(network, Whisper):
+        assert isinstance(tokenizer, WhisperLabels)
+        checkpoint = whisper_source(config)[1]
+        suppressed = checkpoint.suppress_tokens
+        settings: dict[str, Any] = {
+            "label_smoothing": options.label_smoothing,
+            "mask": _spec_augment(config.masks),
+            "suppressed": suppressed if suppressed is not None else tokenizer.tokenizer.non_speech_tokens(),
+        }
+        if config.distill.teacher is not None:
+            taught = find_source(config.distill.teacher)
+            return distilled_whisper(
+                taught.path, taught.parts, checkpoint, config.distill, network, tokenizer, dtype, settings
+            )
+        return WhisperObjective(network, tokenizer, dtype, **settings)
     if isinstance(network, Wav2Vec2Pretraining):
         normalize = True if source is None else open_wav2vec2(source.path).normalize
         return ContrastiveObjective(network, dtype, config.pretraining, options, normalize=normalize)
-    assert tokenizer is not None
+    assert isinstance(tokenizer, CTCTokenizer)
     if isinstance(network, Wav2Vec2):
         assert source is not None
         hide = None
@@ -224,6 +279,12 @@ def build_objective(
         normalize = open_wav2vec2(source.path).normalize
         return Wav2Vec2Objective(network, tokenizer, dtype, normalize=normalize, hide=hide)
     assert isinstance(network, CTC | Hybrid)
+    if config.distill.teacher is not None:
+        assert isinstance(network, CTC)
+        taught = find_source(config.distill.teacher)
+        teacher = open_ctc_teacher(taught.path, taught.kind, network, tokenizer)
+        mask = _spec_augment(config.masks)
+        return DistilledCTCObjective(network, tokenizer, dtype, teacher=teacher, options=config.distill, mask=mask)
     weight = {"ctc": 1.0, "attention": 0.0, "hybrid": options.ctc_weight}[options.kind]
     return SpectrogramObjective(
         network,
@@ -250,8 +311,16 @@ def _spec_augment(masks: MaskOptions) -> SpecAugment | None:
 
 def layers_of(network: nn.Module) -> list[nn.Module]:
     """The layers of the encoder: what is computed again, compiled and shared out one by one."""
+    if isinstance(network, Whisper):
+        return whisper_layers(network)
     assert isinstance(network, CTC | Hybrid | Wav2Vec2 | Wav2Vec2Pretraining)
     return list(network.encoder.layers)
+
+
+def head_shape(network: nn.Module) -> tuple[int, int] | None:
+    """(Attention heads, width of each) of the encoder; None: it has no attention."""
+    attention = getattr(layers_of(network)[0], "attention", None)
+    return None if attention is None else (attention.heads, attention.query.weight.shape[-1] // attention.heads)
 
 
 def save_model(
@@ -259,14 +328,19 @@ def save_model(
     network: nn.Module,
     source: Source | None,
     weights: Mapping[str, Tensor],
-    tokenizer: CTCTokenizer | None,
+    tokenizer: CTCTokenizer | WhisperLabels | None,
     dtype: torch.dtype,
+    config: TrainConfig,
 ) -> None:
     """Write ``weights`` as a model that ``stapes transcribe --model`` opens, and ``transformers`` where it can.
 
     ``network`` says which sizes; its own weights do not matter. Raises OutputError where the folder cannot be written.
     """
     converted = {name: tensor.to(dtype) for name, tensor in weights.items()}
+    if isinstance(network, Whisper):
+        assert isinstance(tokenizer, WhisperLabels)
+        save_whisper(folder, whisper_source(config)[1], converted, tokenizer, config)
+        return
     if isinstance(network, Wav2Vec2Pretraining):
         before = None if source is None else open_wav2vec2(source.path)
         save_pretraining(
@@ -277,12 +351,15 @@ def save_model(
             settings=None if before is None else before.settings,
         )
         return
-    assert tokenizer is not None
+    assert isinstance(tokenizer, CTCTokenizer)
     if isinstance(network, CTC | Hybrid):
         save_spectrogram_model(folder, network.config, converted, tokenizer, dtype)
         return
     assert isinstance(network, Wav2Vec2)
     assert source is not None
+    if config.model.language is not None:
+        save_language(folder, source.path, network, converted, tokenizer, config.model)
+        return
     with torch.device("meta"):
         copy = Wav2Vec2(network.config)
     copy.load_state_dict(converted, assign=True)

@@ -7,16 +7,19 @@ been summed over them before, so they all skip the same steps without asking eac
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
+from stapes.checkpoints.wav2vec2_names import is_language_alone
 from stapes.errors import ModelError, UsageError
+from stapes.models.low_rank import is_adapter_name
 from stapes.training.config import OptimizerOptions
+from stapes.training.layout import Layout, like, shards, whole
 
 _SCALE_GROWTH_STEPS = 2000
 
@@ -70,7 +73,7 @@ def _longest(name: str, table: Mapping[str, Any], default: Any) -> Any:
 
 def parameter_groups(network: nn.Module, options: OptimizerOptions) -> list[dict[str, Any]]:
     """Groups for `torch.optim.AdamW`: each with its decay, the share of the learning rate, the steps it waits."""
-    groups: dict[tuple[bool, float, int], dict[str, Any]] = {}
+    groups: dict[tuple[Any, ...], dict[str, Any]] = {}
     for name, parameter in network.named_parameters():
         if not parameter.requires_grad:
             continue
@@ -78,7 +81,8 @@ def parameter_groups(network: nn.Module, options: OptimizerOptions) -> list[dict
         scale = _longest(name, options.lr_scales, 1.0)
         waits = _longest(name, options.freeze_steps, 0)
         group = groups.setdefault(
-            (decayed, scale, waits),
+            # Tensors of one mesh are changed together, not with those of another.
+            (decayed, scale, waits, getattr(parameter, "device_mesh", None)),
             {
                 "params": [],
                 "names": [],
@@ -96,6 +100,8 @@ class Optimizer:
     """Changes the weights of a network, step by step.
 
     ``loss_scaling`` is for fp16. ``on_swap`` is called when other weights have been put in the place of the network's.
+    ``layout`` says where the weights lie, None: whole, in every process; ``synced``, whether the backward pass sums the
+    gradients over data.
     """
 
     def __init__(
@@ -106,9 +112,11 @@ class Optimizer:
         *,
         loss_scaling: bool = False,
         on_swap: Callable[[], None] = lambda: None,
+        layout: Layout | None = None,
+        synced: bool = True,
     ) -> None:
         self.options, self.total_steps, self._on_swap = options, total_steps, on_swap
-        self._network = network
+        self._network, self._layout, self._synced = network, layout, synced
         self.step_number = 0
         """Steps tried so far, skipped ones too."""
         self._groups = parameter_groups(network, options)
@@ -149,15 +157,18 @@ class Optimizer:
     @torch.no_grad()
     def step(self) -> tuple[Tensor, Tensor]:
         """Change the weights. Returns the gradient's norm and whether the step was skipped, scalars on the device."""
+        if self._layout is not None:
+            self._layout.finish_gradients(self._named, synced=self._synced)
         gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
         if self.scale is not None:
-            torch._foreach_mul_(gradients, 1 / self.scale)  # pyright: ignore[reportPrivateImportUsage]
-        norm = torch.nn.utils.get_total_norm(gradients)
-        if isinstance(norm, DTensor):
-            norm = norm.full_tensor()
+            torch._foreach_mul_(shards(gradients), 1 / self.scale)  # pyright: ignore[reportPrivateImportUsage]
+        if self._layout is None:
+            norm = torch.nn.utils.get_total_norm(gradients)
+        else:
+            norm = self._layout.norm(gradients, self._parameters[0].device)
         bad = ~norm.isfinite()
         if self.options.clip_norm:
-            torch._foreach_mul_(gradients, (self.options.clip_norm / (norm + 1e-6)).clamp(max=1.0))  # pyright: ignore[reportPrivateImportUsage]
+            torch._foreach_mul_(shards(gradients), (self.options.clip_norm / (norm + 1e-6)).clamp(max=1.0))  # pyright: ignore[reportPrivateImportUsage]
         self._set_rates()
         if self.scale is not None:
             self._adapt_scale(bool(bad))
@@ -171,7 +182,7 @@ class Optimizer:
             assert self.options.ema is not None
             # While few steps have been made, the mean of these: the beginning is not worth remembering.
             decay = min(self.options.ema, (1 + self.step_number) / (10 + self.step_number))
-            torch._foreach_lerp_(_shards(self.average), _shards(self._parameters), 1 - decay)  # pyright: ignore[reportPrivateImportUsage]
+            torch._foreach_lerp_(shards(self.average), shards(self._parameters), 1 - decay)  # pyright: ignore[reportPrivateImportUsage]
         self.step_number += 1
         return norm, bad
 
@@ -190,17 +201,32 @@ class Optimizer:
                 self.scale, self._good_steps = min(2.0**24, self.scale * 2), 0
 
     def weights(self) -> dict[str, Tensor]:
-        """The network's weights by name, whole, on the CPU, frozen ones too. All processes must call it."""
-        return {name: whole(parameter) for name, parameter in self._network.named_parameters()}
+        """The network's weights by name, whole, on the CPU, frozen ones too. All processes must call it.
+
+        Of a network with low-rank adapters these alone, or those of a language: all else is as it was.
+        """
+        return self._joined({name: whole(parameter) for name, parameter in self._kept()})
+
+    def _joined(self, own: dict[str, Tensor]) -> dict[str, Tensor]:
+        """What all stages of a pipeline have together."""
+        return own if self._layout is None else self._layout.join(own, self._parameters[0].device)
+
+    def _kept(self) -> list[tuple[str, nn.Parameter]]:
+        named = list(self._network.named_parameters())
+        adapters = [(name, parameter) for name, parameter in named if is_adapter_name(name)]
+        trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
+        if trained and is_language_alone(name for name, _ in trained):
+            return trained
+        return adapters or named
 
     @torch.no_grad()
     def set_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Give the network, and the moving average, other weights. ModelError where they are another network's."""
-        for name, parameter in self._network.named_parameters():
+        for name, parameter in self._kept():
             tensor = weights.get(name)
             if tensor is None or tensor.shape != parameter.shape:
                 raise ModelError(f"the weights are of another network ({name} differs): use their own settings")
-            parameter.copy_(like(tensor, parameter))
+            shards([parameter])[0].copy_(shards([like(tensor, parameter)])[0])
         if self.average is not None:
             self.average = [parameter.detach().clone() for parameter in self._parameters]
         self._on_swap()
@@ -211,22 +237,27 @@ class Optimizer:
         if self.average is None:
             yield
             return
-        kept = [shard.clone() for shard in _shards(self._parameters)]
+        kept = [shard.clone() for shard in shards(self._parameters)]
         with torch.no_grad():
-            torch._foreach_copy_(_shards(self._parameters), _shards(self.average))  # pyright: ignore[reportPrivateImportUsage]
+            torch._foreach_copy_(shards(self._parameters), shards(self.average))  # pyright: ignore[reportPrivateImportUsage]
         self._on_swap()
         try:
             yield
         finally:
             with torch.no_grad():
-                torch._foreach_copy_(_shards(self._parameters), kept)  # pyright: ignore[reportPrivateImportUsage]
+                torch._foreach_copy_(shards(self._parameters), kept)  # pyright: ignore[reportPrivateImportUsage]
             self._on_swap()
 
     def state_dict(self) -> dict[str, Any]:
         """Everything, by the parameters' names, on the CPU. All processes must call it."""
-        moments: dict[str, dict[str, Tensor]] = {}
+        kept: dict[str, Tensor] = {}
         for name, parameter in self._named.items():
-            moments[name] = {key: whole(value) for key, value in self.adamw.state[parameter].items()}
+            kept[f"{name}/"] = torch.zeros(1)  # one that has not been changed yet has no moments
+            kept |= {f"{name}/{key}": whole(value) for key, value in self.adamw.state[parameter].items()}
+        moments: dict[str, dict[str, Tensor]] = {}
+        for place, tensor in self._joined(kept).items():
+            name, _, key = place.rpartition("/")
+            moments.setdefault(name, {}).update({key: tensor} if key else {})
         state: dict[str, Any] = {
             "step": self.step_number,
             "moments": moments,
@@ -234,12 +265,14 @@ class Optimizer:
             "good_steps": self._good_steps,
         }
         if self.average is not None:
-            state["average"] = dict(zip(self._named, map(whole, self.average), strict=True))
+            state["average"] = self._joined(dict(zip(self._named, map(whole, self.average), strict=True)))
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from there, on another number of processes perhaps. Raises UsageError for another network's state."""
-        if set(state["moments"]) != set(self._named):
+        is_stage = self._layout is not None and self._layout.mesh.sizes.pp > 1
+        missing, more = self._named.keys() - state["moments"].keys(), state["moments"].keys() - self._named.keys()
+        if missing or (more and not is_stage):
             raise UsageError("the checkpoint is of another network or freezes other parts: use its own settings")
         self.step_number = state["step"]
         if self.scale is not None and state["scale"] is not None:
@@ -254,22 +287,3 @@ class Optimizer:
                 self.adamw.state[parameter]["step"] = step.to(parameter.device)
         if self.average is not None and "average" in state:
             self.average = [like(state["average"][name], parameter) for name, parameter in self._named.items()]
-
-
-def _shards(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """What this process holds of tensors that may be shared out; changing it changes them."""
-    return [tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach() for tensor in tensors]
-
-
-def whole(tensor: Tensor) -> Tensor:
-    """A tensor, which may be shared out over processes, as a plain one on the CPU; all of them must call it."""
-    full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return full.detach().to("cpu", copy=True)
-
-
-def like(tensor: Tensor, parameter: Tensor) -> Tensor:
-    """A plain tensor on the CPU placed and shared out as ``parameter`` is."""
-    moved = tensor.to(parameter.device, copy=True)
-    if isinstance(parameter, DTensor):
-        return distribute_tensor(moved, parameter.device_mesh, parameter.placements)
-    return moved

@@ -98,6 +98,58 @@ def whisper_ctc() -> TrainConfig:
     return config
 
 
+def whisper() -> TrainConfig:
+    """Whisper as a whole, fine-tuned: all weights, gently, with times and prompts kept in practice."""
+    config = TrainConfig(recipe="whisper")
+    config.objective.kind, config.objective.label_smoothing = "whisper", 0.0
+    config.model.init, config.model.dropout, config.model.decoder_dropout = "base", 0.0, 0.0
+    config.data.batch_seconds = 960.0  # 32 windows of 30 s
+    config.masks.time_masks, config.masks.frequency_masks = 2, 2
+    config.optimizer.peak_lr, config.optimizer.warmup_steps = 2e-5, 50
+    config.run.epochs, config.run.evaluate_every = 3, 100
+    config.checkpoint.dtype, config.checkpoint.keep = "fp16", 1
+    return config
+
+
+def whisper_lora() -> TrainConfig:
+    """Whisper with low-rank adapters beside its matrices: a result of a few MB, and the model itself stays."""
+    config = whisper()
+    config.recipe = "whisper_lora"
+    config.lora.rank = 32
+    config.optimizer.peak_lr, config.optimizer.weight_decay = 1e-3, 0.0
+    return config
+
+
+def adapter() -> TrainConfig:
+    """A language for MMS or XLS-R, in minutes: small adapters and a head of a few MB; the model itself stays."""
+    config = TrainConfig(recipe="adapter")
+    config.model.init, config.model.layer_drop, config.model.dropout = "facebook/mms-1b-all", 0.0, 0.05
+    config.optimizer.peak_lr, config.optimizer.warmup_steps, config.optimizer.weight_decay = 1e-3, 100, 0.0
+    config.run.epochs, config.run.evaluate_every = 4, 100
+    return config
+
+
+def distill() -> TrainConfig:
+    """A Whisper with two decoder layers, of the teacher's own, on texts that the teacher wrote (`stapes label`)."""
+    config = whisper()
+    config.recipe = "distill"
+    config.model.init, config.distill.teacher, config.distill.decoder_layers = None, "base", 2
+    config.masks.time_masks = config.masks.frequency_masks = 0  # the teacher is to hear what it labelled
+    config.optimizer.freeze = ["encoder"]
+    config.optimizer.peak_lr, config.optimizer.warmup_steps = 1e-4, 100
+    config.run.epochs = 8
+    return config
+
+
+def distill_ctc() -> TrainConfig:
+    """CTC from nothing, taught frame by frame by the CTC head of a hybrid or CTC model with as many frames."""
+    config = ctc()
+    config.recipe = "distill_ctc"
+    config.data.vocabulary = "teacher"
+    config.distill.label_weight, config.distill.teacher_weight, config.distill.temperature = 0.5, 0.5, 1.0
+    return config
+
+
 def words() -> TrainConfig:
     """A few words, several in a recording, such as yesno: small enough for a laptop's processor and a minute."""
     config = TrainConfig(recipe="words")
@@ -129,7 +181,22 @@ def commands() -> TrainConfig:
 
 RECIPES: Mapping[str, Callable[[], TrainConfig]] = {
     recipe.__name__: recipe
-    for recipe in (ctc, attention, hybrid, wav2vec2, pretrain, pretrain_large, whisper_ctc, words, commands)
+    for recipe in (
+        ctc,
+        attention,
+        hybrid,
+        wav2vec2,
+        pretrain,
+        pretrain_large,
+        whisper_ctc,
+        whisper,
+        whisper_lora,
+        adapter,
+        distill,
+        distill_ctc,
+        words,
+        commands,
+    )
 }
 
 

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import torch
 
+from stapes.audio.features import WINDOW_SECONDS
 from stapes.data.augment import WaveformAugment
 from stapes.data.batching import TrainingData
 from stapes.data.crops import Crops
 from stapes.data.manifest import Manifest
-from stapes.devices.backend import usable_dtypes
+from stapes.devices.backend import attention_kernels, usable_dtypes
 from stapes.errors import UsageError
 from stapes.progress import Progress
 from stapes.text.ctc_tokenizer import CTCTokenizer
@@ -20,14 +21,35 @@ from stapes.training.checkpoint import Checkpoints
 from stapes.training.config import TrainConfig, changes
 from stapes.training.corpus import open_manifest
 from stapes.training.deepspeed import DeepSpeedOptimizer
-from stapes.training.networks import DTYPES, build_network, build_objective, layers_of, measure_corpus
+from stapes.training.fp8 import check_fp8
+from stapes.training.fused import fuse_network
+from stapes.training.mesh import mesh_sizes
+from stapes.training.mesh_rules import check_mesh
+from stapes.training.networks import (
+    DTYPES,
+    build_network,
+    build_objective,
+    head_shape,
+    layers_of,
+    measure_corpus,
+    open_labels,
+)
 from stapes.training.objectives import Objective, prepare
 from stapes.training.optimizer import Optimizer, freeze
-from stapes.training.parallel import Processes, choose_strategy, forget_gathered, parallelize, prepare_layers
+from stapes.training.parallel import (
+    Processes,
+    choose_strategy,
+    divide,
+    forget_gathered,
+    is_synced,
+    on_mesh,
+    parallelize,
+)
 from stapes.training.recipes import recipe
 from stapes.training.settings import apply_mapping
 from stapes.training.trainer import Trainer
 from stapes.training.vocabulary import encoder_of, open_vocabulary
+from stapes.training.whisper_labels import WhisperLabels
 
 _SMALLER = 0.75
 """What is left of a batch's seconds after memory ran out."""
@@ -53,18 +75,24 @@ def open_run(config: TrainConfig, processes: Processes, progress: Progress, *, r
     DeviceError.
     """
     config.check()
+    processes = on_mesh(processes, config.parallel)
+    if config.run.fp8:
+        check_fp8(processes.device)
     if config.run.threads is not None:
         torch.set_num_threads(config.run.threads)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = config.run.tf32
     checkpoints = Checkpoints(config.folder, config.checkpoint)
     step = _last_step(checkpoints, config.folder, resume)
     manifest = open_manifest(config, config.data.train)
-    tokenizer = open_vocabulary(config, manifest, None if step is None else config.folder / "vocabulary")
+    kept = None if step is None else config.folder / "vocabulary"
+    is_whisper = config.objective.kind == "whisper"
+    tokenizer = open_labels(config) if is_whisper else open_vocabulary(config, manifest, kept)
     seconds = config.data.batch_seconds * _SMALLER ** _times_out_of_memory(config.folder)
     dev = None
     if config.data.dev:
         dev_manifest = open_manifest(config, config.data.dev)
-        dev = _data(config, dev_manifest, tokenizer, processes, max(seconds, float(dev_manifest.durations.max()) + 0.1))
+        longest = WINDOW_SECONDS if is_whisper else float(dev_manifest.durations.max()) + 0.1
+        dev = _data(config, dev_manifest, tokenizer, processes, max(seconds, longest))
     precision = choose_precision(config, processes)
     strategy = choose_strategy(config.parallel, processes.world_size)
     network, source = build_network(config, tokenizer, config.seed)
@@ -72,9 +100,12 @@ def open_run(config: TrainConfig, processes: Processes, progress: Progress, *, r
         measure_corpus(network, manifest)
     freeze(network, config.optimizer)
     objective = build_objective(config, network, source, tokenizer, DTYPES[precision]).to(processes.device.torch)
-    layers = layers_of(network)
-    prepare_layers(layers, config.run)
-    if processes.device.backend != "cpu" and strategy != "fsdp" and step is None:
+    sizes = mesh_sizes(config.parallel, processes.world_size)
+    check_mesh(objective, config, sizes)
+    fuse_network(network, config.run, processes.device.torch, strategy, divided=sizes.divides)
+    _say_attention(objective, processes, precision, progress)
+    divided = divide(objective, layers_of(network), processes, config.run)
+    if processes.device.backend != "cpu" and processes.mesh is None and step is None:
         seconds = _largest_that_fits(config, manifest, tokenizer, processes, objective, seconds, progress)
     data = _data(config, manifest, tokenizer, processes, seconds, train=True)
     total = config.run.steps or max(1, round((config.run.epochs or 0) * data.steps(0)))
@@ -84,19 +115,21 @@ def open_run(config: TrainConfig, processes: Processes, progress: Progress, *, r
     else:
         wrapped = parallelize(
             objective,
-            layers,
+            divided.layers,
             processes,
             strategy,
-            config.parallel,
             DTYPES[precision],
             drops_layers=objective.drops_layers,
+            groups=config.parallel.groups,
         )
         optimizer = Optimizer(
             network,
             config.optimizer,
             total,
             loss_scaling=precision == "fp16",
-            on_swap=partial(forget_gathered, objective),
+            on_swap=partial(forget_gathered, wrapped),
+            layout=divided.layout,
+            synced=is_synced(wrapped, processes),
         )
     trainer = Trainer(config, processes, objective, wrapped, optimizer, data, dev, source, precision, progress)
     if step is not None:
@@ -107,6 +140,17 @@ def open_run(config: TrainConfig, processes: Processes, progress: Progress, *, r
     left = (total - trainer.step) * float(manifest.durations.sum()) / max(1, data.steps(0))
     progress.add_total(max(0.0, left))
     return trainer
+
+
+def _say_attention(objective: Objective, processes: Processes, precision: str, progress: Progress) -> None:
+    """A word where attention has no fused kernel here, and why: its scores then lie in memory, all of them."""
+    heads = head_shape(objective.network)
+    if processes.device.backend == "cpu" or heads is None or not processes.is_first:
+        return
+    kernels = attention_kernels(processes.device.torch, DTYPES[precision], (1, heads[0], 256, heads[1]))
+    if kernels.chosen == "math":
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in kernels.refused.items())
+        progress.note(f"attention runs without a fused kernel, slowly and with much memory ({reasons})")
 
 
 def _last_step(checkpoints: Checkpoints, folder: Path, resume: bool) -> int | None:
@@ -125,7 +169,7 @@ def _times_out_of_memory(folder: Path) -> int:
         return 0
 
 
-def _keep_vocabulary(tokenizer: CTCTokenizer, folder: Path) -> None:
+def _keep_vocabulary(tokenizer: CTCTokenizer | WhisperLabels, folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     tokenizer.save(folder)
@@ -134,7 +178,7 @@ def _keep_vocabulary(tokenizer: CTCTokenizer, folder: Path) -> None:
 def _data(
     config: TrainConfig,
     manifest: Manifest,
-    tokenizer: CTCTokenizer | None,
+    tokenizer: CTCTokenizer | WhisperLabels | None,
     processes: Processes,
     seconds: float,
     *,
@@ -143,14 +187,15 @@ def _data(
     augment, edges = WaveformAugment(config.augment) if train else None, None
     if isinstance(manifest, Crops):
         augment, edges = manifest.cut(augment), manifest.edges
+    rehearsal = Manifest(*config.data.rehearsal) if train and config.data.rehearsal else None
     return TrainingData(
         manifest,
-        encoder_of(tokenizer),
+        encoder_of(tokenizer, train=train),
         budget_seconds=seconds,
         augment=augment,
         edges=edges,
-        world_size=processes.world_size,
-        rank=processes.rank,
+        world_size=processes.data_size,
+        rank=processes.data_rank,
         seed=config.seed,
         accumulate=config.optimizer.accumulate if train else 1,
         buckets=config.data.buckets,
@@ -158,19 +203,25 @@ def _data(
         shuffle=train,
         workers=config.data.workers,
         pin_memory=processes.device.backend != "cpu",
+        window_seconds=WINDOW_SECONDS if config.objective.kind == "whisper" else None,
+        rehearsal=rehearsal,
+        rehearsal_share=config.data.rehearsal_share,
     )
 
 
 def _largest_that_fits(
     config: TrainConfig,
     manifest: Manifest,
-    tokenizer: CTCTokenizer | None,
+    tokenizer: CTCTokenizer | WhisperLabels | None,
     processes: Processes,
     objective: Objective,
     seconds: float,
     progress: Progress,
 ) -> float:
     """Try the worst batch before the first step: better now than in an hour. All processes take the same size."""
+    longest = float(manifest.durations.max()) / min(config.augment.speeds)
+    if config.objective.kind == "whisper":
+        longest = WINDOW_SECONDS * (2 if config.data.rehearsal else 1)
     while True:
         data = _data(config, manifest, tokenizer, processes, seconds, train=True)
         failed = torch.zeros((), device=processes.device.torch)
@@ -182,12 +233,12 @@ def _largest_that_fits(
         prepared = None
         objective.zero_grad(set_to_none=True)
         torch.cuda.empty_cache()
-        if not bool(processes.sum(failed)):
+        if not bool(processes.sum_all(failed)):
             return seconds
         seconds *= _SMALLER
-        if seconds < float(manifest.durations.max()) / min(config.augment.speeds):
+        if seconds < longest:
             raise UsageError(
-                f"not even one utterance of {manifest.durations.max():.0f} s fits into the memory: set "
+                f"not even one utterance of {longest:.0f} s fits into the memory: set "
                 "run.checkpoint_layers=true, or leave long ones out with `stapes prepare --max-seconds`"
             )
         progress.note(f"a batch of {seconds / _SMALLER:.0f} s does not fit into the memory: taking {seconds:.0f} s")

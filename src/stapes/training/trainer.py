@@ -26,7 +26,7 @@ from stapes.training.metrics import MetricsLog, Window, rates, rounded
 from stapes.training.networks import DTYPES, Source, save_model
 from stapes.training.objectives import Losses, Objective, prepare
 from stapes.training.optimizer import Optimizer
-from stapes.training.parallel import Processes, gradient_sync, lost_process
+from stapes.training.parallel import Processes, gradient_sync, losses_and_gradients, lost_process
 from stapes.training.plan import Costs
 from stapes.training.settings import to_mapping
 
@@ -204,7 +204,7 @@ class Trainer:
 
     def _backward(self, batches: list[Batch], units: Tensor) -> list[Losses]:
         """The loss is a mean over the target tokens of all processes."""
-        objective, rank = self.objective, self.processes.rank
+        objective, rank = self.objective, self.processes.chance_rank
         objective.train()
         objective.at_step(self.step)
         # Layers that are left out are drawn on the CPU, the same ones by all processes.
@@ -214,12 +214,13 @@ class Trainer:
         elif not objective.drops_layers:
             torch.manual_seed(mix(self.config.seed, self.step, rank) >> 1)
         self.optimizer.zero_grad()
-        scale = self.processes.world_size / units.clamp(min=1)
+        scale = self.processes.data_size / units.clamp(min=1)
+        loss_scale = getattr(self.optimizer, "scale", None)
         out = []
         for number, batch in enumerate(batches, 1):
             with gradient_sync(self.wrapped, number == len(batches)):
-                losses: Losses = self.wrapped(prepare(batch, self.device))
-                self.optimizer.backward(losses.total * scale)
+                prepared = prepare(batch, self.device)
+                losses = losses_and_gradients(self.wrapped, prepared, scale, self.optimizer.backward, loss_scale)
             out.append(losses._replace(total=losses.total.detach()))
         return out
 
@@ -291,10 +292,10 @@ class Trainer:
             window.seconds += batch.seconds
             window.padded_seconds += batch.padded_seconds
             window.rows += float(batch.weights.sum())
-            window.flops += self.costs.of(*batch.waveforms.shape, batch.targets.shape[1]).flops
+            window.flops += self.costs.of(len(batch), batch.samples, batch.targets.shape[1]).flops
             window.skipped += len(batch.skipped)
             self._report({each.id: each.reason for each in batch.skipped})
-            self.progress.advance(batch.seconds * self.processes.world_size)
+            self.progress.advance(batch.seconds * self.processes.data_size)
         for each in losses:
             window.skipped += len(each.impossible)
             self._report({text.partition(":")[0]: text for text in each.impossible})
@@ -353,7 +354,7 @@ class Trainer:
         if self.processes.world_size > 1:
             if self.step % self.config.run.log_every:
                 return False
-            self.processes.sum(wants)
+            self.processes.sum_all(wants)
         self._stopped, late = (bool(each) for each in wants.tolist())
         return self._stopped or late
 
@@ -392,6 +393,7 @@ class Trainer:
             weights,
             self.objective.tokenizer,
             DTYPES[self.config.checkpoint.dtype],
+            self.config,
         )
 
     def _save(self) -> None:
