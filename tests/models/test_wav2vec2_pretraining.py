@@ -200,6 +200,9 @@ def test_the_contrast_is_a_sum_over_negatives_without_those_of_the_same_code() -
         torch.testing.assert_close(losses[0, frame], torch.logsumexp(logits, 0) - logits[0])
         assert bool(right[0, frame]) == bool((logits[0] > logits[1:]).all())
     assert float(losses[0, 3]) == pytest.approx(0.0, abs=1e-6)  # all its negatives are its own code
+    strict, _ = contrast(predicted, targets, torch.arange(5)[None], negatives, 0.1)
+    logits = torch.cosine_similarity(predicted[0, 3][None], targets[0, [3, 1, 1, 1]]) / 0.1
+    torch.testing.assert_close(strict[0, 3], torch.logsumexp(logits, 0) - logits[0])
 
 
 def test_what_the_convolutions_learn_is_scaled_and_the_rest_is_not(tmp_path: Path) -> None:

@@ -108,7 +108,12 @@ class PretrainingOutput(NamedTuple):
     """What a batch says, as scalars of float32 on the device but for ``rows``."""
 
     contrastive: Tensor
-    """Cross entropy of the hidden frames among their negatives, summed over them."""
+    """Cross entropy of the hidden frames among their negatives, summed over them. Negatives that are the same code are
+    left out."""
+    strict: Tensor
+    """The same with these, in evaluation mode. What it is below the logarithm of 1 + negatives, per frame, is a lower
+    bound of what states say of codes (van den Oord et al. 2018, https://arxiv.org/abs/1807.03748): few codes, of which
+    there is little to say, do not make it small. No gradient."""
     diversity: Tensor
     """1 - soft perplexity / number of codes: 0 where all codes are used alike."""
     penalty: Tensor
@@ -170,18 +175,23 @@ class Wav2Vec2Pretraining(nn.Module):
         with _without_autocast(waveform.device):
             weights = mask.float()
             hidden = weights.sum()
-            losses, right = contrast(
+            compare = partial(
+                contrast,
                 predicted.float(),
                 targets.float(),
-                self.identities(quantized.chosen),
-                negatives,
-                self.config.logit_temperature,
+                negatives=negatives,
+                temperature=self.config.logit_temperature,
             )
+            losses, right = compare(self.identities(quantized.chosen))
+            strict = losses.detach()
+            if not self.training:
+                strict, _ = compare(torch.arange(mask.shape[1], device=mask.device).expand_as(mask))
             used = perplexity(quantized.probabilities, weights)
             real = features.numel() if counts is None else counts.sum().clamp(min=1) * features.shape[2]
             rows = (losses * weights).sum(dim=1)
             return PretrainingOutput(
                 contrastive=rows.sum(),
+                strict=(strict * weights).sum(),
                 diversity=1 - used / (self.config.code_groups * self.config.codes),
                 penalty=zero_padding(features, counts).float().square().sum() / real,
                 hidden=hidden,

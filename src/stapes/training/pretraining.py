@@ -42,6 +42,7 @@ class ContrastiveSums:
     hidden: float = 0.0
     """Frames."""
     contrastive: float = 0.0
+    strict: float = 0.0
     correct: float = 0.0
     batches: float = 0.0
     code_perplexity: float = 0.0
@@ -64,25 +65,25 @@ class ContrastiveSums:
 
 @dataclass(slots=True)
 class ContrastiveScores(ContrastiveSums):
-    """The same on dev utterances, where the weights with the lowest loss are the best."""
+    """The same on dev utterances.
 
-    least_perplexity: float = 0.0
-    """Below it the codes have collapsed: there is little to be told from the true one, and the loss is low for that."""
+    The best weights are those with the lowest strict loss. The contrastive loss of a model with few codes is low, for
+    most negatives are the same code and left out; that of one with a single code is nothing.
+    """
 
     @property
     def score(self) -> float:
-        """The contrastive loss; infinite for collapsed codes."""
-        figures = self.figures()
-        score = figures.get("loss", math.inf)
-        collapsed = not math.isfinite(score) or figures["code_perplexity"] < self.least_perplexity
-        return math.inf if collapsed else score
+        """The strict loss."""
+        score = self.figures().get("strict_loss", math.inf)
+        return score if math.isfinite(score) else math.inf
 
     def figures(self) -> dict[str, float]:
         """For the log."""
         found = ContrastiveSums.figures(self)
-        if found:
-            found = {"loss": found.pop("contrastive_loss"), "accuracy": found.pop("contrastive_accuracy"), **found}
-        return found
+        if not found:
+            return {}
+        loss, accuracy = found.pop("contrastive_loss"), found.pop("contrastive_accuracy")
+        return {"loss": loss, "strict_loss": self.strict / max(1.0, self.hidden), "accuracy": accuracy, **found}
 
     def text(self) -> str:
         """For people."""
@@ -95,12 +96,13 @@ class ContrastiveScores(ContrastiveSums):
         )
 
     def tensor(self) -> Tensor:
-        """For summing over the processes; the limit is the same in all of them."""
-        return torch.tensor([getattr(self, each.name) for each in fields(ContrastiveSums)], dtype=torch.float64)
+        """For summing over the processes."""
+        return torch.tensor([getattr(self, each.name) for each in fields(self)], dtype=torch.float64)
 
-    def of(self, tensor: Tensor) -> ContrastiveScores:
+    @classmethod
+    def of(cls, tensor: Tensor) -> ContrastiveScores:
         """The other way round."""
-        return ContrastiveScores(*tensor.tolist(), least_perplexity=self.least_perplexity)
+        return cls(*tensor.tolist())
 
 
 class ContrastiveObjective(Objective):
@@ -184,7 +186,15 @@ class ContrastiveObjective(Objective):
         units = (config.network.feature_count(batch.lengths) * batch.weights).sum()
         there = (out.hidden > 0).float()
         used = (1 - out.diversity) * (config.code_groups * config.codes)
-        figures = (out.hidden, out.contrastive, out.correct, there, out.code_perplexity * there, used * there)
+        figures = (
+            out.hidden,
+            out.contrastive,
+            out.strict,
+            out.correct,
+            there,
+            out.code_perplexity * there,
+            used * there,
+        )
         return Losses(loss * units, out.rows, [], tuple(each.detach() for each in (*figures, out.penalty * there)))
 
     def forward(self, prepared: Prepared) -> Losses:
@@ -214,7 +224,7 @@ class ContrastiveObjective(Objective):
             )
 
     def scores(self) -> DevScores:
-        return ContrastiveScores(least_perplexity=self.options.least_perplexity)
+        return ContrastiveScores()
 
     def judge(self, scores: DevScores, batch: Batch, found: Evaluated) -> list[str]:
         assert isinstance(scores, ContrastiveScores)
