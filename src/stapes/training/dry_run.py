@@ -55,6 +55,10 @@ class RunPlan:
     """What ``--parallel`` would say."""
     checkpoint_layers: bool
     """Whether layers are computed again backwards."""
+    batch_parts: int
+    """Into which batches are cut; batch_seconds and accumulate are those of the parts."""
+    batch_seconds: float
+    accumulate: int
     memory_bytes: float
     """Of one process, for the largest batch."""
     gpu_memory_bytes: float | None
@@ -70,6 +74,10 @@ class RunPlan:
         """What to start the run with."""
         parts = [f"--parallel {self.mesh}"] if self.processes > 1 else []
         parts += ["--set run.checkpoint_layers=true"] if self.checkpoint_layers else []
+        if self.batch_parts > 1:
+            parts.append(
+                f"--set data.batch_seconds={self.batch_seconds:g} --set optimizer.accumulate={self.accumulate}"
+            )
         return " ".join(parts) or "as they are"
 
     def text(self) -> str:
@@ -107,8 +115,11 @@ def plan_run(config: TrainConfig, gpus: int | None = None, gpu_memory: float | N
     chip = None if gpu_memory is None else chip_with(gpu_memory)
     memory = gpu_memory if gpu_memory is not None else device.memory
     precision = choose_precision(config, Processes(0, world_size, device))
-    if chip is not None and config.run.precision == "auto":
-        precision = "bf16" if "bf16" in chip.peak_tflops else "fp16"
+    name = device.name
+    if gpu_memory is not None:
+        name = f"GPU with {gpu_memory / 2**30:g} GB" if chip is None else chip.names[0]
+        if config.run.precision == "auto":
+            precision = "bf16" if chip is None or "bf16" in chip.peak_tflops else "fp16"
     manifest = open_manifest(config, config.data.train)
     is_whisper = config.objective.kind == "whisper"
     tokenizer = open_labels(config) if is_whisper else open_vocabulary(config, manifest, None)
@@ -139,7 +150,7 @@ def plan_run(config: TrainConfig, gpus: int | None = None, gpu_memory: float | N
         wanted=mesh_sizes(config.parallel, world_size) if _names_mesh(config.parallel) else None,
         checkpoint_layers=config.run.checkpoint_layers,
         divides=isinstance(network, CTC | Hybrid | Wav2Vec2),
-        batch_seconds=largest.rows * largest.seconds,
+        rows=int(config.data.batch_seconds / max(bucket.seconds for bucket in sampler_for(1).buckets)),
         groups=config.parallel.groups,
     )
     sizes = choice.need.sizes
@@ -163,7 +174,7 @@ def plan_run(config: TrainConfig, gpus: int | None = None, gpu_memory: float | N
         vocabulary=0 if tokenizer is None else tokenizer.size,
         utterances=len(manifest),
         hours=corpus / 3600,
-        device=chip.names[0] if chip is not None else device.name,
+        device=name,
         processes=world_size,
         strategy=choose_strategy(config.parallel, world_size) if not sizes.sharded else "fsdp",
         precision=precision,
@@ -173,6 +184,9 @@ def plan_run(config: TrainConfig, gpus: int | None = None, gpu_memory: float | N
         steps=steps,
         mesh=sizes.text(),
         checkpoint_layers=choice.need.checkpoint_layers,
+        batch_parts=choice.need.parts,
+        batch_seconds=config.data.batch_seconds / choice.need.parts,
+        accumulate=config.optimizer.accumulate * choice.need.parts,
         memory_bytes=choice.need.bytes,
         gpu_memory_bytes=memory,
         fits=choice.fits,

@@ -1,4 +1,4 @@
-"""How a run fits into given GPUs: which mesh, and whether layers are computed again; and why not something simpler.
+"""How a run fits into given GPUs: which mesh, how large a batch, layers computed again or not; and why no simpler way.
 
 What a process holds is estimated from what was counted on the ``meta`` device (`stapes.training.plan.Costs`):
 
@@ -6,7 +6,7 @@ What a process holds is estimated from what was counted on the ``meta`` device (
     what the forward pass keeps of the largest batch
     with FSDP2, besides, the weights of what is being computed, whole
 
-Of all that fit, the fastest by the shares below is taken; among equals the simplest.
+Of all that fit, the fastest is taken, by what the ways below are guessed to cost; among equals the simplest.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ _UNCUT = 10 / 34
 """Of what a layer keeps, the part that tensor parallelism leaves whole without sequence parallelism (Korthikanti et al.
 2022, https://arxiv.org/abs/2205.05198, equation 2, without the scores that fused attention does not keep)."""
 
-_AGAIN, _GATHERING, _TENSOR, _CONTEXT = 4 / 3, 1.03, 1.08, 1.1
-"""Times that a step takes: with layers computed again, with FSDP2, for each doubling of tp, of cp."""
+_AGAIN, _GATHERING, _SMALLER, _TENSOR, _CONTEXT = 4 / 3, 1.03, 1.05, 1.08, 1.1
+"""Times that a step takes, guessed: with layers computed again, with FSDP2, for each halving of the batch, for each
+doubling of tp, of cp."""
 
 _IN_A_MACHINE = 8
 """GPUs whose links are fast enough for tp."""
@@ -43,6 +44,8 @@ class Need:
 
     sizes: MeshSizes
     checkpoint_layers: bool
+    parts: int
+    """Into which a batch is cut, to be added up by optimizer.accumulate."""
     weights: float
     """Bytes of one process for weights, gradients and the optimiser."""
     kept: float
@@ -58,6 +61,7 @@ class Need:
     def text(self) -> str:
         """For people."""
         again = ", layers computed again" if self.checkpoint_layers else ""
+        again += f", batches in {self.parts} parts" if self.parts > 1 else ""
         return (
             f"{self.sizes.text()}{again}: {self.bytes / 2**30:.1f} GiB a process, {self.weights / 2**30:.1f} for "
             f"weights and optimiser, {self.kept / 2**30:.1f} for the largest batch"
@@ -93,7 +97,9 @@ class Sizes:
         attention = getattr(layers[0], "attention", None) if layers else None
         self.heads: int = 0 if attention is None else attention.heads
 
-    def need(self, sizes: MeshSizes, *, checkpoint_layers: bool, groups: int | None = None) -> Need:
+    def need(
+        self, sizes: MeshSizes, *, checkpoint_layers: bool = False, parts: int = 1, groups: int | None = None
+    ) -> Need:
         """What one process needs, the one that needs most."""
         shards = sizes.fsdp * sizes.cp if sizes.sharded else 1
         layer_weights = self.layer_weights / sizes.tp / sizes.pp
@@ -106,12 +112,12 @@ class Sizes:
         if checkpoint_layers:
             kept = self.layers / sizes.pp * self.states / (sizes.tp if sizes.sp else 1) + kept * sizes.pp / self.layers
         waiting = 1.0 if sizes.pp == 1 else sizes.pp / max(groups or 2 * sizes.pp, sizes.pp)
-        kept = (kept + self.other_kept) / sizes.cp * waiting
+        kept = (kept + self.other_kept) / sizes.cp / parts * waiting
         slowdown = (_AGAIN if checkpoint_layers else 1.0) * (_GATHERING if sizes.sharded else 1.0)
-        slowdown *= _TENSOR ** math.log2(sizes.tp) * _CONTEXT ** math.log2(sizes.cp)
+        slowdown *= _TENSOR ** math.log2(sizes.tp) * _CONTEXT ** math.log2(sizes.cp) * _SMALLER ** math.log2(parts)
         if sizes.pp > 1:
             slowdown *= 1 + (sizes.pp - 1) / max(groups or 2 * sizes.pp, sizes.pp)
-        return Need(sizes, checkpoint_layers, weights, kept, slowdown)
+        return Need(sizes, checkpoint_layers, parts, weights, kept, slowdown)
 
 
 def choose(
@@ -122,20 +128,26 @@ def choose(
     wanted: MeshSizes | None,
     checkpoint_layers: bool,
     divides: bool,
-    batch_seconds: float,
+    rows: int,
     groups: int | None = None,
 ) -> Choice:
     """The fastest way that fits into ``memory`` bytes of each of ``processes`` GPUs.
 
     memory: None where nobody knows it; the simplest way is taken then. wanted: a mesh that is asked for; None: any.
     checkpoint_layers: that layers are computed again is asked for. divides: whether objective and network can be
-    shared out by tp and cp. batch_seconds: of the largest batch, for what is said where nothing fits.
+    shared out by tp and cp. rows: of the largest batch; it can be cut into so many parts at most.
     """
     usable = math.inf if memory is None else _USABLE * (memory - _RESERVE)
     ways = [] if wanted is None else [wanted]
     ways = ways or list(_meshes(processes, sizes.heads if divides else 0))
     again = [True] if checkpoint_layers else [False, True]
-    needs = [sizes.need(way, checkpoint_layers=each, groups=groups) for way in ways for each in again]
+    cuts = [parts for parts in (1, 2, 4, 8) if parts <= rows]
+    needs = [
+        sizes.need(way, checkpoint_layers=each, parts=parts, groups=groups)
+        for way in ways
+        for each in again
+        for parts in cuts
+    ]
     needs.sort(key=lambda need: need.slowdown)  # stable: the simplest of equals comes first
     fitting = [need for need in needs if need.bytes <= usable]
     if memory is None:
@@ -143,13 +155,8 @@ def choose(
     room = f"{usable / 2**30:.0f} of {memory / 2**30:.0f} GiB can be used"
     if not fitting:
         least = min(needs, key=lambda need: need.bytes)
-        reasons = [f"nothing fits, {room}; the least is {least.text()}"]
-        if least.weights < usable:
-            seconds = batch_seconds * (usable - least.weights) / least.kept
-            reasons.append(f"data.batch_seconds={seconds:.0f} would fit so, if no utterance is longer")
-        else:
-            reasons.append("weights and optimiser alone are too much: use more GPUs")
-        return Choice(least, False, reasons)
+        hint = "use more GPUs" if least.weights > usable else "leave out long utterances, or use more GPUs"
+        return Choice(least, False, [f"nothing fits, {room}; the least is {least.text()}: {hint}"])
     best = fitting[0]
     reasons = [f"{need.text()}: too much, {room}" for need in needs[: needs.index(best)]][-3:]
     return Choice(best, True, [*reasons, f"{best.text()}: fits, {room}"])
