@@ -21,6 +21,7 @@ from stapes.models.wav2vec2_pretraining import Wav2Vec2Pretraining
 from stapes.training.config import ParallelOptions, TrainConfig
 from stapes.training.dev import score_dev
 from stapes.training.dry_run import plan_run
+from stapes.training.optimizer import schedule
 from stapes.training.pretraining import ContrastiveObjective, ContrastiveScores
 from stapes.training.recipes import recipe
 
@@ -191,13 +192,16 @@ def work(folder: str, manifest: str) -> None:
     from stapes.training.setup import open_run
 
     with processes("cpu", ParallelOptions()) as joined:
-        for name in ("ddp", "fsdp"):
-            config = parallel_config(f"{folder}/{name}", manifest, joined.world_size)
-            config.parallel.strategy = name  # pyright: ignore[reportAttributeAccessIssue]
+        for name in ("ddp", "fsdp", "tp"):
+            config = parallel_config(f"{folder}/{name}", manifest, 1 if name == "tp" else joined.world_size)
+            if name == "tp":
+                config.parallel.tp = joined.world_size
+            else:
+                config.parallel.strategy = name  # pyright: ignore[reportAttributeAccessIssue]
             open_run(config, joined, Silent()).run()
 
 
-def test_ddp_and_fsdp_make_the_steps_of_one_process(manifest: Path, tmp_path: Path) -> None:
+def test_two_processes_make_the_steps_of_one(manifest: Path, tmp_path: Path) -> None:
     trained(parallel_config(str(tmp_path / "alone"), str(manifest), 1))
     code = f"import os, sys; sys.path.insert(0, {str(HERE)!r}); sys.path.insert(0, {str(HERE.parent)!r}); "
     code += "import test_pretraining; test_pretraining.work(*sys.argv[1:]); os._exit(0)"
@@ -205,7 +209,7 @@ def test_ddp_and_fsdp_make_the_steps_of_one_process(manifest: Path, tmp_path: Pa
         _, said = process.communicate(timeout=300)
         assert process.returncode == 0, said.decode()
     expected = figures(tmp_path / "alone")
-    for name in ("ddp", "fsdp"):
+    for name in ("ddp", "fsdp", "tp"):
         found = figures(tmp_path / name)
         assert [(each["step"], each["kind"]) for each in found] == [(each["step"], each["kind"]) for each in expected]
         for line, wanted in zip(found, expected, strict=True):
@@ -226,6 +230,13 @@ def test_what_a_run_would_take_is_said(manifest: Path, tmp_path: Path) -> None:
     trainer = opened(config)
     assert isinstance(trainer.objective, ContrastiveObjective)
     assert isinstance(trainer.data.manifest, Crops)
+
+
+def test_the_learning_rate_falls_in_a_line() -> None:
+    options = recipe("pretrain").optimizer
+    options.warmup_steps, options.hold_steps, options.final_lr = 100, 0, 0.2
+    rates = [schedule(step, 1100, options) for step in (49, 100, 350, 600, 1100)]
+    assert rates == pytest.approx([0.5, 1.0, 0.8, 0.6, 0.2])
 
 
 @pytest.mark.parametrize("name", ["pretrain", "pretrain_large"])
