@@ -62,7 +62,8 @@ _MOST_CLIPS = 256
 _PAUSES = (0.05, 0.5)
 """Seconds before each short recording beside a long one."""
 
-_TOKENS_PER_WORD = 1.3
+_TOKENS_PER_WORD = 1.35
+"""What Whisper's tokenizer makes of LibriSpeech's test texts, written as sentences."""
 
 
 @dataclass(frozen=True, kw_only=True)
