@@ -142,7 +142,7 @@ def load(
         checkpoint = with_adapter(checkpoint, Path(adapter))
     precision = stored_precision(name, checkpoint.scheme, precision, where)
     tokenizer = open_tokenizer(checkpoint, model_dir)
-    slots, encoder_batch = batch_size or _default_slots(where, drafts=draft is not None), 1
+    slots, encoder_batch = batch_size or _default_slots(where, None if draft is None else draft_tokens), 1
     int8_cache = precision in ("fp8", "int8", "int4")
     if where.memory is not None:
         found = _plan(checkpoint.config, where, precision, dtype, budget, slots)
@@ -287,9 +287,9 @@ def _memory_size(size: str) -> int:
     return int(float(found[1]) * (1024 if found[3] else 1000) ** " kmgt".index(found[2] or " "))
 
 
-def _default_slots(device: Device, *, drafts: bool = False) -> int:
-    if drafts:  # many windows together read the weights once for all, and drafts would only be more to compute
-        return 1 if device.memory is None else 4
+def _default_slots(device: Device, draft_tokens: int | None = None) -> int:
+    if draft_tokens is not None:  # many windows together read the weights once for all: drafts are only more to compute
+        return 1 if device.memory is None else max(1, 16 // (draft_tokens + 1))
     if device.memory is None:
         return 3  # eight are about 10 % faster on two cores, but take base well above 1 GB of memory
     return 16 if device.memory < 12 << 30 else 48 if device.memory < 60 << 30 else 128

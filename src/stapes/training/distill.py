@@ -122,7 +122,8 @@ def distilled_whisper(
 def whisper_teacher(checkpoint: WhisperCheckpoint, student: WhisperCheckpoint, tokenizer: WhisperTokenizer) -> Teacher:
     """The teacher of a student, whose tokenizer is given. UsageError where it writes other tokens, ModelError."""
     a, b = checkpoint.config, student.config
-    if a.vocab_size != b.vocab_size or not tokenizer.writes_as(open_tokenizer(checkpoint)):
+    is_another = checkpoint.path != student.path
+    if a.vocab_size != b.vocab_size or (is_another and not tokenizer.writes_as(open_tokenizer(checkpoint))):
         raise UsageError(
             f"distill.teacher {checkpoint.name} ({a.vocab_size} tokens) writes other tokens than the student "
             f"{student.name} ({b.vocab_size}): take a teacher with the same languages"
