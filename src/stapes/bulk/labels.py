@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 import re
 import unicodedata
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
-from itertools import zip_longest
+from itertools import pairwise, zip_longest
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -246,11 +247,11 @@ def join_segments(row: dict[str, Any], options: LabelOptions) -> Iterator[Uttera
         ):
             groups.append([])
         groups[-1].append(segment)
-    for place, group in enumerate(groups):
-        before = groups[place - 1][-1]["end"] if place else 0.0
-        after = groups[place + 1][0]["start"] if place + 1 < len(groups) else row["duration"]
-        start = max(group[0]["start"] - _PAD, min(before, group[0]["start"]), 0.0)
-        end = min(group[-1]["end"] + _PAD, max(after, group[-1]["end"]), max(row["duration"], group[-1]["end"]))
+    edges = [0.0, *((a[-1]["end"] + b[0]["start"]) / 2 for a, b in pairwise(groups)), math.inf]
+    for group, low, high in zip(groups, edges, edges[1:], strict=False):
+        # Half of a pause at most; and where segments overlap, each as it is.
+        start = min(max(group[0]["start"] - _PAD, low), group[0]["start"])
+        end = max(min(group[-1]["end"] + _PAD, high, row["duration"]), group[-1]["end"])
         yield Utterance(round(start, 3), round(end, 3), group)
 
 
