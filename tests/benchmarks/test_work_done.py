@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +18,19 @@ from work import WorkCounter, excess
 
 from stapes.audio.features import log_mel_spectrogram, pad_windows
 from stapes.audio.vad import VadState, VoiceActivityDetector
+from stapes.benchmarks import train_setup
 from stapes.benchmarks.random_weights import random_tokenizer, random_weights
+from stapes.benchmarks.train_setup import TrainSettings, open_step
 from stapes.checkpoints.formats import WhisperCheckpoint
 from stapes.checkpoints.load import load_whisper
 from stapes.decoding.rules import Vocabulary
+from stapes.devices.backend import resolve
 from stapes.inference.engine import DecodeRequest
 from stapes.inference.lanes import Lane
 from stapes.inference.packed import can_pack
 from stapes.inference.torch_whisper import TorchWhisperEngine
+from stapes.models.wav2vec2 import BASE
+from stapes.models.wav2vec2_fused import fuse
 from stapes.models.whisper import WhisperConfig
 
 KEPT = Path(__file__).with_name("work.json")
@@ -96,6 +102,20 @@ def work_of_audio() -> dict[str, dict[str, int]]:
     }
 
 
+def work_of_training() -> dict[str, dict[str, int]]:
+    """A step of each task: the plain network's, and the fused one's, whose kernels are their references here."""
+    found = {}
+    for task in ("ctc", "pretrain"):
+        for fused in (False, True):
+            settings = TrainSettings(task=task, model="wav2vec2-base", device="cpu", batch=2, seconds=1.0, dropout=0.0)
+            step = open_step(settings, resolve("cpu"))
+            if fused:
+                fuse(step.network.feature_extractor, step.network.encoder)
+            step.step()  # makes the optimiser's state
+            found[f"{task}{', fused' if fused else ''}"] = count(step.step)
+    return found
+
+
 def count(work: Callable[[], Any]) -> dict[str, int]:
     with WorkCounter() as counter:
         work()
@@ -133,6 +153,12 @@ def test_the_engine_does_no_more_than_it_did(flavour: str, update: bool) -> None
 
 def test_features_and_speech_detection_do_no_more_than_they_did(update: bool) -> None:
     check("audio", work_of_audio(), update)
+
+
+def test_a_training_step_does_no_more_than_it_did(update: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {"width": 32, "layers": 2, "heads": 2, "mlp_width": 64, "conv_channels": (16,) * 7, "position_kernel": 16}
+    monkeypatch.setattr(train_setup, "PUBLISHED", {"wav2vec2-base": replace(BASE, **sizes, position_groups=4)})
+    check("training", work_of_training(), update)
 
 
 def _copies_the_cache(lane: Lane, blank: torch.Tensor) -> None:

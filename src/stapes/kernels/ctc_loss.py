@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _BLOCK = 512
 """States of a recursion that are computed together."""
 
-_FRAMES, _STATES, _TOKENS = 16, 64, 32
+_FRAMES, _STATES, _TOKENS = 16, 32, 32
 """Of a tile of the gradient."""
 
 
