@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -76,7 +77,7 @@ class SimulatedExecutor(Executor):
         self._workers = {
             f"worker-{n}": _Worker(scale.speed * math.exp(self._random.gauss(0.0, 0.1))) for n in range(scale.workers)
         }
-        self._rows: dict[int, bytes] = {}
+        self._rows = sample_rows(scale)
 
     @property
     def workers(self) -> Sequence[str]:
@@ -166,10 +167,12 @@ class SimulatedExecutor(Executor):
 
     def _done(self, worker: str, assignment: Assignment) -> Done:
         counts = Counts(files=len(assignment.items), seconds=assignment.seconds)
-        size = len(assignment.items)
-        if size not in self._rows:
-            self._rows[size] = compress(b"".join(_line(n) for n in range(size)))
-        return Done(worker, assignment.number, self._rows[size], counts)
+        return Done(worker, assignment.number, self._rows, counts)
+
+
+def sample_rows(scale: Scale) -> bytes:
+    """The rows of a shard, about as large as those of words are."""
+    return compress(b"".join(_line(number) for number in range(round(scale.shard_seconds / scale.file_seconds))))
 
 
 def _line(number: int) -> bytes:
@@ -178,30 +181,28 @@ def _line(number: int) -> bytes:
     return json.dumps({"id": str(number), "text": text + " " * (_ROW // 2)}).encode() + b"\n"
 
 
-class _CountingStore(Store):
-    """Writes the first shards, and counts the others."""
-
-    def __init__(self, folder: Path, writes: int) -> None:
-        super().__init__(folder)
-        self.seconds = 0.0
-        self.written = 0
-        self._writes = writes
+class _QuietStore(Store):
+    """Writes nothing: what writing takes is measured by itself."""
 
     def commit(self, shard: int, rows: bytes, counts: Counts, facts: dict[str, Any]) -> dict[str, Any]:
-        if self.written >= self._writes:
-            return {}
+        return {}
+
+
+def _write_seconds(store: Store, scale: Scale) -> float:
+    """Seconds that a shard takes where four are written at a time, as a driver does."""
+    rows, counts = sample_rows(scale), Counts(files=1)
+    with ThreadPoolExecutor(4) as writers:
         began = time.perf_counter()
-        done = super().commit(shard, rows, counts, facts)
-        self.seconds += time.perf_counter() - began
-        self.written += 1
-        return done
+        for future in [writers.submit(store.commit, n, rows, counts, {}) for n in range(scale.writes)]:
+            future.result()
+        return (time.perf_counter() - began) / scale.writes
 
 
 def simulate(scale: Scale, folder: Path | None = None) -> dict[str, Any]:
     """Plan and drive a job of this size; what it took, as JSON. folder: where to write; default: a temporary one."""
     place = Path(tempfile.mkdtemp(prefix="stapes-bulk-", dir=folder))
     try:
-        store = _CountingStore(place, scale.writes)
+        store = _QuietStore(place)
         store.make()
         reset_peak_memory()
         began = time.process_time()
@@ -215,8 +216,11 @@ def simulate(scale: Scale, folder: Path | None = None) -> dict[str, Any]:
         driver = _driver(store, plan, executor)
         driver.run()
         driving = time.process_time() - began
+        driving_rss = peak_rss_bytes()
+        write = _write_seconds(Store(place), scale)
         plan_bytes = sum(each.stat().st_size for each in place.glob("plan.*"))
-        return _findings(scale, plan, executor, store, driver, planning, planning_rss, driving, plan_bytes)
+        measured = _Measured(planning, planning_rss, driving, driving_rss, write, plan_bytes)
+        return _findings(scale, plan, executor, driver, measured)
     finally:
         shutil.rmtree(place, ignore_errors=True)
 
@@ -239,24 +243,26 @@ def _items(scale: Scale) -> Iterator[Item]:
         yield Item(name, name, round(source.lognormvariate(center, spread), 2))
 
 
+@dataclass(frozen=True, slots=True)
+class _Measured:
+    """Seconds of this processor and bytes of its memory; ``write``: wall-clock seconds of a shard."""
+
+    planning: float
+    planning_rss: int | None
+    driving: float
+    driving_rss: int | None
+    write: float
+    plan_bytes: int
+
+
 def _findings(
-    scale: Scale,
-    plan: Plan,
-    executor: SimulatedExecutor,
-    store: _CountingStore,
-    driver: Driver,
-    planning: float,
-    planning_rss: int | None,
-    driving: float,
-    plan_bytes: int,
+    scale: Scale, plan: Plan, executor: SimulatedExecutor, driver: Driver, measured: _Measured
 ) -> dict[str, Any]:
     audio, files, shards = float(plan.seconds.sum()), int(plan.files.sum()), len(plan)
     shard_seconds = audio / shards
-    write = store.seconds / max(1, store.written)
     demand = scale.workers * scale.speed / shard_seconds  # shards a second
-    # Seconds of what there is one of, for each shard: the driver's own thread, and what it writes to. Writes are
-    # counted one after another, as a disk that syncs one at a time would have them.
-    of_a_shard = {"driver": driving / shards, "writing": write}
+    # Seconds, for each shard, of what there is one of.
+    of_a_shard = {"driving": measured.driving / shards, "writing": measured.write}
     capacity = {name: shard_seconds / seconds for name, seconds in of_a_shard.items() if seconds}
     first = min(capacity, key=lambda name: capacity[name])
     ideal = audio / (scale.workers * scale.speed)
@@ -269,15 +275,16 @@ def _findings(
         "redone_share": None if not shards else round(driver.redone_seconds / audio, 5),
         "simulated_hours": round(executor.now / 3600, 3),
         "share_of_ideal": round(ideal / max(1e-9, executor.now - _START_SECONDS), 4),
-        "planning_microseconds_per_file": round(1e6 * planning / files, 2),
-        "driving_microseconds_per_file": round(1e6 * driving / files, 2),
-        "driving_milliseconds_per_shard": round(1e3 * driving / shards, 3),
-        "writing_milliseconds_per_shard": round(1e3 * write, 3),
-        "plan_bytes": plan_bytes,
-        "planning_peak_rss_bytes": planning_rss,
-        "driving_peak_rss_bytes": peak_rss_bytes(),
+        "planning_microseconds_per_file": round(1e6 * measured.planning / files, 2),
+        "driving_microseconds_per_file": round(1e6 * measured.driving / files, 2),
+        "driving_milliseconds_per_shard": round(1e3 * measured.driving / shards, 3),
+        "writing_milliseconds_per_shard": round(1e3 * measured.write, 3),
+        "plan_bytes": measured.plan_bytes,
+        "planning_peak_rss_bytes": measured.planning_rss,
+        "driving_peak_rss_bytes": measured.driving_rss,
         "shards_per_second_needed": round(demand, 2),
         "audio_seconds_per_second_at_most": {name: round(value) for name, value in capacity.items()},
         "first_bottleneck": first,
         "workers_at_most": math.floor(capacity[first] / scale.speed),
+        "shard_hours_for_all": round(scale.shard_seconds / 3600 * max(of_a_shard.values()) * demand, 2),
     }
