@@ -18,7 +18,8 @@ from stapes.models.whisper import Whisper, WhisperConfig, sinusoids
 from stapes.training.config import TrainConfig
 from stapes.training.recipes import recipe
 
-CONFIG = WhisperConfig(80, 51865, 32, 1, 2, 2, 2, text_context=48)
+CONFIG = WhisperConfig(80, 51865, 16, 1, 2, 2, 2, audio_context=100, text_context=48)
+"""It hears two seconds at once."""
 
 
 def a_tokenizer() -> Path:

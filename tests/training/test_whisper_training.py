@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -94,12 +95,13 @@ def test_a_time_left_open_costs_what_any_time_costs(whisper: Path, manifest: Pat
     assert exact == pytest.approx(-float(chances[1, begin + 7].log()), rel=1e-4)
 
 
-def test_training_lowers_the_loss_and_the_result_opens_everywhere(
-    whisper: Path, manifest: Path, tmp_path: Path
-) -> None:
+def test_training_lowers_the_loss_and_the_result_opens_everywhere(manifest: Path, tmp_path: Path) -> None:
+    sizes = replace(CONFIG, width=32, audio_context=1500)  # recognition hears 30 s
+    whisper = write_whisper(tmp_path / "whisper", sizes)
     config = whisper_config(tmp_path / "run", whisper, manifest, manifest, steps=12)
     config.run.evaluate_every, config.optimizer.peak_lr, config.optimizer.freeze = 12, 1e-2, ["encoder.conv1"]
     config.masks.time_masks = config.masks.frequency_masks = 0
+    config.labels.timestamps = config.labels.prompts = 0.0
     trainer, result = trained(config)
     losses = losses_of(tmp_path / "run")
     assert sum(losses[-3:]) < 0.8 * sum(losses[:3])
@@ -110,7 +112,7 @@ def test_training_lowers_the_loss_and_the_result_opens_everywhere(
     assert torch.equal(weights["encoder.positions"], before["encoder.positions"])
     assert not torch.equal(weights["decoder.positions"], before["decoder.positions"])
     theirs = dict(WhisperForConditionalGeneration.from_pretrained(result.model).named_parameters())
-    for ours, huggingface, _ in whisper_names(CONFIG):
+    for ours, huggingface, _ in whisper_names(sizes):
         assert torch.equal(weights[ours], theirs[huggingface])
     with load(result.model, device="cpu") as recognizer:
         transcript = recognizer.transcribe(
@@ -137,11 +139,12 @@ def test_an_adapted_network_begins_as_its_base_and_merges_exactly(
     assert result.model is not None
     assert sum(file.stat().st_size for file in result.model.iterdir()) < 200_000
     network = trainer.objective.network.eval()
+    assert isinstance(network, Whisper)
     merged = Whisper(CONFIG).eval()
     merged.load_state_dict(dict(open_checkpoint(result.model).read()))  # which finds its base
     with torch.no_grad():
         mel, tokens = trainer.objective.features(prepared), trainer.objective.texts(prepared.batch)[0]
-        found, wanted = (each.decoder.teacher_forced(tokens, each.encoder(mel)) for each in (merged, network))
+        found, wanted = (each.decoder.teacher_forced(tokens, each.encoder(mel)) for each in [merged, network])
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
     merge_adapter(open_checkpoint(whisper), result.model, tmp_path / "merged")
     theirs = dict(WhisperForConditionalGeneration.from_pretrained(tmp_path / "merged").named_parameters())
@@ -165,7 +168,7 @@ def test_peft_opens_an_adapter(whisper: Path, manifest: Path, tmp_path: Path) ->
 def test_an_adapter_of_another_model_is_refused(whisper: Path, manifest: Path, tmp_path: Path) -> None:
     _, result = trained(lora(whisper_config(tmp_path / "run", whisper, manifest, steps=1)))
     assert result.model is not None
-    wider = write_whisper(tmp_path / "wider", type(CONFIG)(80, 51865, 48, 1, 2, 2, 2, text_context=48))
+    wider = write_whisper(tmp_path / "wider", replace(CONFIG, width=48))
     with pytest.raises(ModelError, match="another size"):
         list(with_adapter(open_checkpoint(wider), result.model).read())
     settings = json.loads((result.model / "adapter_config.json").read_text())
@@ -179,7 +182,7 @@ def test_going_on_makes_the_same_steps(adapted: bool, whisper: Path, manifest: P
     """With dropout, masks, prompts, times and rehearsal."""
 
     def config(name: str) -> TrainConfig:
-        made = whisper_config(tmp_path / name, whisper, manifest, steps=5)
+        made = whisper_config(tmp_path / name, whisper, manifest, steps=4)
         made.model.dropout = made.model.decoder_dropout = 0.1
         made.data.rehearsal, made.data.rehearsal_share = [str(manifest)], 0.5
         return lora(made) if adapted else made

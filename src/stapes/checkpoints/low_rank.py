@@ -120,6 +120,8 @@ def read_adapter(folder: Path, config: WhisperConfig) -> Adapter:
 def with_adapter(checkpoint: WhisperCheckpoint, folder: Path) -> WhisperCheckpoint:
     """A model with an adapter merged into it while it is read; on disk both stay apart. Raises ModelError."""
     adapter = read_adapter(folder, checkpoint.config)
+    if checkpoint.stored is not None:
+        raise ModelError(f"{checkpoint.path} is quantised: merge {folder} into the model before, then quantise that")
 
     def read() -> Iterator[tuple[str, Tensor]]:
         for name, tensor in checkpoint.read():

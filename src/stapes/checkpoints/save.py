@@ -22,7 +22,7 @@ def save_huggingface(checkpoint: WhisperCheckpoint, folder: Path) -> None:
     Weights keep their dtype (int8 becomes float32); the model is in memory once. Raises ModelError for a checkpoint
     without a tokenizer, OutputError where the folder cannot be written.
     """
-    _tokenizer_of(checkpoint)
+    tokenizer = _tokenizer_of(checkpoint)
     names = {ours: huggingface for ours, huggingface, _ in whisper_names(checkpoint.config)}
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -31,7 +31,7 @@ def save_huggingface(checkpoint: WhisperCheckpoint, folder: Path) -> None:
             weights = {names[ours]: tensor.contiguous() for ours, tensor in checkpoint.read()}
             save_file(weights, temporary / "model.safetensors", metadata={"format": "pt"})
             dtype = str(next(iter(weights.values())).dtype).removeprefix("torch.")
-            write_settings(checkpoint, temporary, dtype)
+            write_settings(checkpoint, temporary, dtype, tokenizer)
             temporary.chmod(0o755)
             if folder.exists():
                 shutil.rmtree(folder)
@@ -42,9 +42,14 @@ def save_huggingface(checkpoint: WhisperCheckpoint, folder: Path) -> None:
         raise OutputError(f"{folder}: cannot be written ({error.strerror}); choose another folder") from error
 
 
-def write_settings(checkpoint: WhisperCheckpoint, folder: Path, dtype: str) -> None:
-    """All that a model's folder has beside its weights: configuration, tokenizer. Raises ModelError without one."""
-    tokenizer = _tokenizer_of(checkpoint)
+def write_settings(
+    checkpoint: WhisperCheckpoint, folder: Path, dtype: str, tokenizer: WhisperTokenizer | None = None
+) -> None:
+    """All that a model's folder has beside its weights: configuration, tokenizer. Raises ModelError without one.
+
+    tokenizer: the checkpoint's, where it was read already, which takes a moment.
+    """
+    tokenizer = tokenizer or _tokenizer_of(checkpoint)
     files = {
         "config.json": _config(checkpoint, tokenizer, dtype),
         "preprocessor_config.json": _preprocessor(checkpoint),
@@ -52,14 +57,14 @@ def write_settings(checkpoint: WhisperCheckpoint, folder: Path, dtype: str) -> N
     }
     for name, value in files.items():
         (folder / name).write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
-    write_generation(checkpoint, folder)
+    write_generation(checkpoint, folder, tokenizer)
     assert checkpoint.tokenizer is not None
     shutil.copyfile(checkpoint.tokenizer, folder / "tokenizer.json")
 
 
-def write_generation(checkpoint: WhisperCheckpoint, folder: Path) -> None:
+def write_generation(checkpoint: WhisperCheckpoint, folder: Path, tokenizer: WhisperTokenizer | None = None) -> None:
     """What decoding needs to know: markers, languages, what is never written. Raises ModelError without a tokenizer."""
-    settings = _generation(checkpoint, _tokenizer_of(checkpoint))
+    settings = _generation(checkpoint, tokenizer or _tokenizer_of(checkpoint))
     (folder / "generation_config.json").write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
 
 

@@ -152,6 +152,8 @@ def _open(
         "threads": model.threads,
         "bytes": weights_size(name, model.model_dir),
     }
+    if model.adapter is not None:
+        asked |= {"adapter": model.adapter}
     if model.draft is not None:
         asked |= {"draft": model.draft, "draft_tokens": model.draft_tokens}
     return Evaluation(

@@ -105,6 +105,10 @@ class ModelOptions:
     offline: bool = False
     """Never download; use what is on this machine."""
 
+    adapter: str | None = None
+    """Folder with a LoRA adapter of MODEL, as `stapes train whisper_lora` and peft write it. Named as MODEL itself it
+    finds its base."""
+
     draft: str | None = None
     """A small Whisper with the same tokens that drafts the text, which MODEL then decides on: the same text, sooner.
     For one recording at a time; `stapes train distill` makes one."""
@@ -134,6 +138,7 @@ class ModelOptions:
             "threads": self.threads,
             "model_dir": self.model_dir,
             "offline": self.offline,
+            "adapter": self.adapter,
             "draft": self.draft,
             "draft_tokens": self.draft_tokens,
         }

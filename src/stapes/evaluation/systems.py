@@ -68,6 +68,7 @@ def open_system(
         if draft is not None:
             raise UsageError(f"--draft is for our own models, and {name} is a peer: leave it out")
         return open_peer(name, options=options, device=device, threads=threads, model_dir=model_dir, offline=offline)
+    adapter: str | None = None,
     recognizer = stapes.load(
         name,
         device=device,
@@ -77,6 +78,8 @@ def open_system(
         threads=threads,
         model_dir=model_dir,
         offline=offline,
+        if adapter is not None:
+            raise UsageError(f"--adapter is for our own models, and {name} is a peer: leave it out")
         language=options.language,
         progress=progress,
         draft=draft,
@@ -91,6 +94,7 @@ def open_system(
         parameters=recognizer.family.parameters,
     )
     return Stapes(recognizer, options, facts)
+        adapter=adapter,
 
 
 def weights_size(name: str, model_dir: str | None = None) -> int | None:

@@ -282,15 +282,15 @@ class WhisperTokenizer:
         """Seconds from the start of the window that a timestamp token (``id >= timestamp_begin``) stands for."""
         return (id - self.timestamp_begin) * TIMESTAMP_STEP
 
+    def known_code(self, code_or_name: str) -> str:
+        """Whisper's code of a language, or of the one whose token it was taught by. Raises UsageError."""
+        return language_code(self.reused.get(code_or_name.strip(), code_or_name))
+
     def language_id(self, code_or_name: str) -> int:
         """Token id of a language, given as a code or an English name.
 
         Raises UsageError for a language that Whisper or this model does not know. English-only models know
         ``en``; its id is of no use to them.
-    def known_code(self, code_or_name: str) -> str:
-        """Whisper's code of a language, or of the one whose token it was taught by. Raises UsageError."""
-        return language_code(self.reused.get(code_or_name.strip(), code_or_name))
-
         """
         code = self.known_code(code_or_name)
         if not self.is_multilingual:

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from stapes.audio.features import WINDOW_SECONDS
+from stapes.audio.features import SAMPLE_RATE, WINDOW_SECONDS
 from stapes.data.buckets import BucketSampler
 from stapes.data.crops import Crops
+from stapes.data.windows import share_rows
 from stapes.devices.backend import Device
 from stapes.devices.chips import CHIPS, Chip
 from stapes.models.ctc_head import CTC
@@ -23,13 +24,16 @@ from stapes.training.mesh import mesh_sizes
 from stapes.training.networks import build_network, open_labels
 from stapes.training.optimizer import freeze
 from stapes.training.parallel import Processes, choose_strategy
-from stapes.training.plan import Costs, parameter_counts, usual_flops_per_second
+from stapes.training.plan import Cost, Costs, parameter_counts, usual_flops_per_second
 from stapes.training.planner import Sizes, choose
 from stapes.training.setup import choose_precision
 from stapes.training.vocabulary import open_vocabulary
 
 _TOKENS_PER_SECOND = 15
 """Characters in a second of speech, about: for the decoder's share of the operations."""
+
+_WHISPER_TOKENS_PER_SECOND = 4
+"""Whisper's tokens are parts of words."""
 
 
 @dataclass(frozen=True)
@@ -126,10 +130,22 @@ def plan_run(config: TrainConfig, gpus: int | None = None, gpu_memory: float | N
     network, _ = build_network(config, tokenizer, config.seed)
     freeze(network, config.optimizer)
 
+    budget, rehearsed = config.data.batch_seconds, 1.0
+    # Of Whisper's texts, which are not padded to 30 s as the audio is, one that few are longer than.
+    written = round(_WHISPER_TOKENS_PER_SECOND * float(np.quantile(manifest.durations, 0.95))) + 4
+    if is_whisper:
+        share = config.data.rehearsal_share if config.data.rehearsal else 0.0
+        own, others = share_rows(budget, WINDOW_SECONDS, config.data.max_rows, share)
+        budget, rehearsed = float(own * WINDOW_SECONDS), (own + others) / own
+
+    def cost_of(rows: int, samples: int) -> Cost:
+        tokens = written if is_whisper else round(samples / SAMPLE_RATE * _TOKENS_PER_SECOND)
+        return costs.of(round(rows * rehearsed), samples, tokens)
+
     def sampler_for(data: int) -> BucketSampler:
         return BucketSampler(
             np.full(len(manifest), WINDOW_SECONDS) if is_whisper else manifest.durations,
-            config.data.batch_seconds,
+            budget,
             data,
             seed=config.seed,
             accumulate=config.optimizer.accumulate,
@@ -142,7 +158,7 @@ def plan_run(config: TrainConfig, gpus: int | None = None, gpu_memory: float | N
 
     costs = Costs(network)
     largest = max(sampler_for(1).buckets, key=lambda bucket: bucket.rows * bucket.seconds)
-    cost = costs.of(largest.rows, largest.samples, round(largest.seconds * _TOKENS_PER_SECOND))
+    cost = cost_of(largest.rows, largest.samples)
     choice = choose(
         Sizes(network, cost, half=precision != "fp32", average=config.optimizer.ema is not None),
         world_size,
@@ -161,8 +177,8 @@ def plan_run(config: TrainConfig, gpus: int | None = None, gpu_memory: float | N
     for _ in range(min(per_epoch * config.optimizer.accumulate, 200)):
         plan = next(sampler)
         rows, samples = len(plan.indices), plan.samples
-        flops += costs.of(rows, samples, round(samples / 16_000 * _TOKENS_PER_SECOND)).flops
-        padded += rows * samples / 16_000
+        flops += cost_of(rows, samples).flops
+        padded += rows * samples / SAMPLE_RATE
         seconds += float((manifest.durations[plan.indices] / plan.speeds * plan.weights).sum())
     every, trained = parameter_counts(network)
     corpus = float(manifest.durations.sum())

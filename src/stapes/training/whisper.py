@@ -193,19 +193,17 @@ class WhisperObjective(Objective):
     @torch.no_grad()
     def evaluate(self, prepared: Prepared) -> Evaluated:
         losses, states = self._losses(prepared)
-        sot, eot = self.tokenizer.tokenizer.sot, self.tokenizer.tokenizer.eot
-        prompt = 4 if self.tokenizer.tokenizer.is_multilingual else 2
-        starts = [row[row.index(sot) :][:prompt] if sot in row else [sot] * prompt for row in prepared.targets]
-        longest = max(map(len, prepared.targets))
-        limit = min(self.network.config.text_context - prompt, max(_AT_LEAST, _LONGEST * longest))
+        tokenizer = self.tokenizer.tokenizer
+        said = 3 if tokenizer.is_multilingual else 1  # start, language, task: as the label says
+        starts = [row[row.index(tokenizer.sot) :][:said] if row else [tokenizer.sot] * said for row in prepared.targets]
+        begin = torch.tensor([[*start, tokenizer.no_timestamps] for start in starts], device=states.device)
+        limit = max(_AT_LEAST, _LONGEST * max(map(len, prepared.targets)))
         gathered = [module for module in self.modules() if isinstance(module, FSDPModule)]
         for module in gathered:  # writing goes round the layers' own forward, and not as often in each process
             module.unshard()
         try:
             with self.autocast(states.device):
-                written = greedy(
-                    self.network, states, torch.tensor(starts, device=states.device), eot, limit, self.never
-                )
+                written = greedy(self.network, states, begin, tokenizer.eot, limit, self.never)
         finally:
             for module in gathered:
                 module.reshard()
