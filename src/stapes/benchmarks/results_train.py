@@ -81,11 +81,7 @@ def _task(case: dict[str, Any]) -> str:
         parts.append("plain")
     if case["compile"]:
         parts.append("layers compiled")
-    if case["dropout"] != 0.1:
-        parts.append(f"dropout {case['dropout']:g}")
-    if case["layer_drop"]:
-        parts.append(f"layer drop {case['layer_drop']:g}")
-    return ", ".join(parts)
+    return ", ".join([*parts, f"dropout {case['dropout']:g}", f"layer drop {case['layer_drop']:g}"])
 
 
 def _percent(value: float | None) -> str:

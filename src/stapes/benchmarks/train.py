@@ -141,7 +141,7 @@ class TrainRun(Run):
         settings = self._settings
         if settings.peer is None:
             return None
-        sizes = settings.peer_batches or (settings.batch,)
+        sizes: tuple[int, ...] = settings.peer_batches or (settings.batch,)
         opened = self._warm(lambda: TransformersStep(ours, sizes[0]), sizes[0])
         peer = opened.step
         assert isinstance(peer, TransformersStep)
@@ -208,6 +208,7 @@ class TrainRun(Run):
 
     def _facts(self, ours: OurStep, steps: int) -> dict[str, Any]:
         settings = self._settings
+        options = settings.run_config.model
         return {
             "task": settings.task,
             "device": self._where.backend,
@@ -220,8 +221,8 @@ class TrainRun(Run):
             "frozen_front_end": settings.is_frozen,
             "fused": settings.fused,
             "compile": settings.compile,
-            "dropout": settings.dropout,
-            "layer_drop": settings.layer_drop,
+            "dropout": options.dropout,
+            "layer_drop": options.layer_drop,
         }
 
     def _finish(self, row: CaseRow, timed: Sequence[_Timed], peaks: roofline.Peaks) -> None:

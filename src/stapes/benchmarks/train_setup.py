@@ -34,7 +34,12 @@ PUBLISHED = {"wav2vec2-base": BASE, "wav2vec2-large": LARGE}
 
 Task = Literal["ctc", "pretrain"]
 
-_RECIPES = {"ctc": "wav2vec2", "pretrain": "pretrain"}
+_RECIPES = {
+    ("ctc", "wav2vec2-base"): "wav2vec2",
+    ("ctc", "wav2vec2-large"): "wav2vec2",
+    ("pretrain", "wav2vec2-base"): "pretrain",
+    ("pretrain", "wav2vec2-large"): "pretrain_large",
+}
 _LETTERS = ("<pad>", "<s>", "</s>", "<unk>", "|", *ascii_uppercase, "'")
 _LETTERS_A_SECOND = 13.0
 """Of read speech."""
@@ -61,8 +66,9 @@ class TrainSettings:
     fused: bool = True
     """Whether fused kernels compute our network, where they can."""
     compile: bool = False
-    dropout: float = 0.1
-    layer_drop: float = 0.0
+    dropout: float | None = None
+    layer_drop: float | None = None
+    """Both as the recipe has them where None."""
     steps: int | None = None
     peer: str | None = None
     peer_batches: tuple[int, ...] = ()
@@ -70,8 +76,6 @@ class TrainSettings:
 
     def __post_init__(self) -> None:
         """Refuse what cannot be measured."""
-        if self.task not in _RECIPES:
-            raise UsageError(f"--task is {self.task!r}: choose from {', '.join(_RECIPES)}")
         if self.peer not in (None, "transformers"):
             raise UsageError(f"--peer {self.peer}: only transformers can be measured beside this")
         if self.model not in PUBLISHED:
@@ -88,7 +92,7 @@ class TrainSettings:
             if value is not None and not 1 <= value <= most:
                 raise UsageError(f"{option} is {value}: give 1 to {most}")
         for option, share in (("--dropout", self.dropout), ("--layer-drop", self.layer_drop)):
-            if not 0 <= share < 1:
+            if share is not None and not 0 <= share < 1:
                 raise UsageError(f"{option} is {share:g}: give 0 to 0.95")
 
     @property
@@ -99,8 +103,11 @@ class TrainSettings:
     @property
     def run_config(self) -> TrainConfig:
         """The recipe of the task, with what is asked for here."""
-        config = recipe(_RECIPES[self.task])
-        config.model.dropout, config.model.layer_drop = self.dropout, self.layer_drop
+        config = recipe(_RECIPES[self.task, self.model])
+        if self.dropout is not None:
+            config.model.dropout = config.model.head_dropout = self.dropout
+        if self.layer_drop is not None:
+            config.model.layer_drop = self.layer_drop
         config.optimizer.freeze = ["feature_extractor"] if self.is_frozen else []
         config.optimizer.freeze_steps = {}
         return config
@@ -108,7 +115,8 @@ class TrainSettings:
     @property
     def network_config(self) -> Wav2Vec2Config:
         """Sizes and dropouts, as the recipe has them."""
-        is_ctc, rate = self.task == "ctc", self.dropout
+        is_ctc, options = self.task == "ctc", self.run_config.model
+        rate = options.dropout
         return replace(
             PUBLISHED[self.model],
             vocab_size=len(_LETTERS) if is_ctc else None,
@@ -116,8 +124,8 @@ class TrainSettings:
             activation_dropout=rate if is_ctc else 0.0,
             attention_dropout=rate,
             projection_dropout=0.0 if is_ctc else rate,
-            head_dropout=rate,
-            layer_drop=self.layer_drop,
+            head_dropout=options.head_dropout,
+            layer_drop=options.layer_drop,
         )
 
 
@@ -129,9 +137,17 @@ def new_network(settings: TrainSettings) -> Wav2Vec2 | Wav2Vec2Pretraining:
             network = Wav2Vec2(settings.network_config)
             initialize(network)
             return network.train()
-        pretraining = Wav2Vec2Pretraining(
-            Wav2Vec2PretrainingConfig(settings.network_config, feature_dropout=settings.dropout)
+        options = settings.run_config.pretraining
+        sizes = Wav2Vec2PretrainingConfig(
+            settings.network_config,
+            code_groups=options.code_groups,
+            codes=options.codes,
+            code_width=options.code_width,
+            projection_width=options.projection_width,
+            feature_dropout=settings.run_config.model.dropout,
+            logit_temperature=options.logit_temperature,
         )
+        pretraining = Wav2Vec2Pretraining(sizes)
         initialize_pretraining(pretraining)
         return pretraining.train()
 

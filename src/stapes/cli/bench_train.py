@@ -27,8 +27,8 @@ def train(
     freeze_front_end: bool = True,
     fused: bool = True,
     compile: bool = False,
-    dropout: float = 0.1,
-    layer_drop: float = 0.0,
+    dropout: float | None = None,
+    layer_drop: float | None = None,
     steps: int | None = None,
     peer: str | None = None,
     peer_batches: str | None = None,
@@ -69,9 +69,10 @@ def train(
     compile:
         Compile the layers (torch.compile) in place of their fused kernels.
     dropout:
-        Of hidden states and attention, and in fine-tuning of the MLPs.
+        Of hidden states and attention, and in fine-tuning of the MLPs. Default: the recipe's.
     layer_drop:
-        Probability that a layer is left out of a step.
+        Probability that a layer is left out of a step, by both systems; what is left out is no part of the MFU.
+        Default: the recipe's.
     steps:
         How many a round has. Default: what takes about 3 s.
     peer:

@@ -300,7 +300,7 @@ def compile_cases(target: Target) -> Iterable[CompileCase]:
                 warps=warps,
                 skip=skip,
             )
-            for given in (True, False) if norm and add else (False,) if norm else (True,):
+            for given in (True, False) if norm else (True,):
                 pointers = dict.fromkeys(
                     ("total_ptr", "of_total_ptr", "of_norm_ptr", "of_x_ptr", "of_update_ptr"), f"*{name}"
                 )

@@ -58,8 +58,8 @@ class AddNorm(torch.autograd.Function):
         ctx.save_for_backward(None if norm is None else total, bias, gain, shift, seed)
         ctx.eps, ctx.probability = eps, 0.0 if dropout is None else dropout.probability
         ctx.set_materialize_grads(False)
-        # Without an update nothing is summed: x is its own sum, and must not be a result.
-        return (total if update is not None else x.new_empty(0)), out
+        # Without an update x is its own sum: whoever goes on from it has its gradient added in the same pass.
+        return (total if update is not None else x.view_as(x)), out
 
     @staticmethod
     @once_differentiable
@@ -72,8 +72,6 @@ class AddNorm(torch.autograd.Function):
         update = None
         if bias is not None:
             update = Update(given, bias, None if seed is None else Dropout(ctx.probability, seed))
-        else:
-            of_total = None
         found = add_norm_backward(total, _dense(of_total), _dense(of_norm), update, norm)
         return found.x, found.update, found.bias, found.gain, found.shift, None, None
 
@@ -98,7 +96,8 @@ class GeluDropout(torch.autograd.Function):
 class QueryKeyValue(torch.autograd.Function):
     """Queries, keys and values by one product: x (batch, frames, width) → three of (batch, heads, frames, width/heads).
 
-    weight: (3 × width, width), bias: (3 × width,).
+    weight: (3 × width, width), bias: (3 × width,). The fourth result is x, for the residual sum: a gradient that comes
+    back on it is added by the product that makes the others.
     """
 
     @staticmethod
@@ -106,18 +105,42 @@ class QueryKeyValue(torch.autograd.Function):
         rounded = weight.to(x.dtype)
         ctx.save_for_backward(x, rounded)
         ctx.dtype = weight.dtype
-        joined = F.linear(x, rounded, bias.to(x.dtype))
-        return tuple(part.transpose(1, 2) for part in joined.unflatten(-1, (3, heads, -1)).unbind(2))
+        ctx.set_materialize_grads(False)
+        parts = F.linear(x, rounded, bias.to(x.dtype)).unflatten(-1, (3, heads, -1)).unbind(2)
+        return *(part.transpose(1, 2) for part in parts), x.view_as(x)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        joined, of_bias = join_gradients(
-            *(grad.transpose(1, 2).reshape(-1, x.shape[-1]).contiguous() for grad in grads)
+        rows, width = x.shape[0] * x.shape[1], x.shape[2]
+        query, key, value = (
+            x.new_zeros(rows, width) if grad is None else grad.transpose(1, 2).reshape(rows, width).contiguous()
+            for grad in grads[:3]
         )
-        of_x = (joined @ weight).view_as(x)
+        joined, of_bias = join_gradients(query, key, value)
+        of_x = _added(grads[3], joined, weight).view_as(x)
         return of_x, (joined.t() @ x.flatten(0, 1)).to(ctx.dtype), of_bias, None
+
+
+class Product(torch.autograd.Function):
+    """``x @ weight.T`` without a bias, and x, for the residual sum: see `QueryKeyValue`. x: (rows, inputs)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        rounded = weight.to(x.dtype)
+        ctx.save_for_backward(x, rounded)
+        ctx.dtype = weight.dtype
+        ctx.set_materialize_grads(False)
+        return x @ rounded.t(), x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor | None, of_sum: Tensor | None) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        if grad is None:
+            return of_sum, None
+        return _added(of_sum, grad, weight), (grad.t() @ x).to(ctx.dtype)
 
 
 class FirstWindows(torch.autograd.Function):
@@ -299,6 +322,11 @@ def _products(grad: Tensor, heard: Tensor, parts: int) -> Tensor:
     found = heard.unflatten(0, (parts, -1)).transpose(1, 2) @ grad.unflatten(0, (parts, -1))
     found = found.float()
     return found if found.shape[1] == taps else found[:, :taps] + found[:, taps:]
+
+
+def _added(to: Tensor | None, grad: Tensor, weight: Tensor) -> Tensor:
+    """``grad @ weight``, and what it is added to in the same pass."""
+    return grad @ weight if to is None else torch.addmm(to.reshape(len(grad), -1), grad, weight)
 
 
 def _dense(grad: Tensor | None) -> Tensor | None:

@@ -26,6 +26,7 @@ from stapes.models.fused_functions import (
     GeluDropout,
     LongProduct,
     PositionProduct,
+    Product,
     QueryKeyValue,
     position_blocks,
 )
@@ -128,33 +129,35 @@ def fused_layer(layer: EncoderLayer, x: Tensor, mask: Tensor | None) -> Tensor:
         behind_mlp = layer.mlp.dropout.p if layer.training else 0.0
         attention, mlp = layer.attention, layer.mlp
         if layer.pre_norm:
-            _, normed = _add_norm(x, None, None, layer.attention_norm, 0.0)
-            x, normed = _add_norm(x, _attend(layer, normed.view(shape), mask), attention.out, layer.mlp_norm, dropout)
-            x, _ = _add_norm(x, _mlp(layer, normed), mlp.down, None, behind_mlp)
+            x, normed = _add_norm(x, None, None, layer.attention_norm, 0.0)
+            value, _ = _attend(layer, normed.view(shape), mask)
+            x, normed = _add_norm(x, value, attention.out, layer.mlp_norm, dropout)
+            x, _ = _add_norm(x, _mlp(layer, normed)[0], mlp.down, None, behind_mlp)
         else:
-            value = _attend(layer, x.view(shape), mask)
+            value, x = _attend(layer, x.view(shape), mask)
             _, x = _add_norm(x, value, attention.out, layer.attention_norm, dropout)
-            _, x = _add_norm(x, _mlp(layer, x), mlp.down, layer.mlp_norm, behind_mlp)
+            value, x = _mlp(layer, x)
+            _, x = _add_norm(x, value, mlp.down, layer.mlp_norm, behind_mlp)
         x = x.view(shape)
     return x if layer.adapter is None else x + layer.adapter(x).to(x.dtype)
 
 
-def _attend(layer: EncoderLayer, x: Tensor, mask: Tensor | None) -> Tensor:
-    """(batch, frames, width) → (batch × frames, width), the bias still to be added."""
+def _attend(layer: EncoderLayer, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(batch, frames, width) → (batch × frames, width), the bias still to be added; and x like that, to add it to."""
     attention = layer.attention
     parts = (attention.query, attention.key, attention.value)
     weight, bias = torch.cat([part.weight for part in parts]), torch.cat([part.bias for part in parts])
-    query, key, value = QueryKeyValue.apply(x, weight, bias, attention.heads)
-    out = attention.attend(query, key, value, mask)
-    return out.transpose(1, 2).flatten(2).flatten(0, 1) @ attention.out.weight.to(x.dtype).t()
+    query, key, value, x = QueryKeyValue.apply(x, weight, bias, attention.heads)
+    out = attention.attend(query, key, value, mask).transpose(1, 2).flatten(2).flatten(0, 1)
+    return out @ attention.out.weight.to(x.dtype).t(), x.flatten(0, 1)
 
 
-def _mlp(layer: EncoderLayer, x: Tensor) -> Tensor:
-    """(rows, width) → the same, the bias still to be added."""
+def _mlp(layer: EncoderLayer, x: Tensor) -> tuple[Tensor, Tensor]:
+    """(rows, width) → the same, the bias still to be added; and x, to add it to."""
     up, down = layer.mlp.up, layer.mlp.down
     dropout = draw(layer.mlp.activation_dropout.p if layer.training else 0.0, x.device)
-    inner = GeluDropout.apply(x @ up.weight.to(x.dtype).t(), up.bias.float(), dropout)
-    return inner @ down.weight.to(x.dtype).t()
+    inner, x = Product.apply(x, up.weight)
+    return GeluDropout.apply(inner, up.bias.float(), dropout) @ down.weight.to(x.dtype).t(), x
 
 
 def _add_norm(
