@@ -73,3 +73,22 @@ def whisper_config(folder: Path, init: Path, manifest: Path, dev: Path | None = 
     config.run.log_every, config.run.tensorboard, config.run.device = 1, False, "cpu"
     config.checkpoint.dtype = "fp32"
     return config
+
+
+def several(folder: str, whisper: str, manifest: str) -> None:
+    """What each of two processes does: FSDP2, and dev texts of different lengths in each."""
+    from stapes.progress import Silent
+    from stapes.training.parallel import processes
+    from stapes.training.setup import open_run
+
+    config = shared_config(Path(folder) / "fsdp", Path(whisper), Path(manifest), 2)
+    config.parallel.strategy = "fsdp"
+    with processes("cpu", config.parallel) as joined:
+        open_run(config, joined, Silent()).run()
+
+
+def shared_config(folder: Path, whisper: Path, manifest: Path, world_size: int) -> TrainConfig:
+    config = whisper_config(folder, whisper, manifest, manifest, steps=2)
+    config.data.batch_seconds, config.optimizer.accumulate, config.run.threads = 60.0, 2 // world_size, 1
+    config.run.evaluate_every, config.lora.rank, config.lora.dropout = 2, 4, 0.0
+    return config

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from made_corpus import opened, trained
-from small_whispers import CONFIG, whisper_config, write_cuts, write_whisper
+from small_whispers import CONFIG, shared_config, whisper_config, write_cuts, write_whisper
 from transformers import WhisperForConditionalGeneration
 
 from stapes import load
@@ -225,3 +229,29 @@ def test_layers_may_be_adapted_in_part(whisper: Path, manifest: Path, tmp_path: 
     assert result.model is not None
     settings = json.loads((result.model / "adapter_config.json").read_text())
     assert "model.decoder.layers.1.fc1" in settings["target_modules"]  # not every fc1
+
+
+def test_shared_out_over_two_processes_it_makes_the_same_steps(whisper: Path, manifest: Path, tmp_path: Path) -> None:
+    alone, _ = trained(shared_config(tmp_path / "alone", whisper, manifest, 1))
+    command = f"import os, sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import small_whispers; "
+    command += "small_whispers.several(*sys.argv[1:]); os._exit(0)"
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-c", command, str(tmp_path), str(whisper), str(manifest)],
+            env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stderr=subprocess.PIPE,
+        )
+        for rank in range(2)
+    ]
+    for process in running:
+        _, said = process.communicate(timeout=300)
+        assert process.returncode == 0, said.decode()
+    assert losses_of(tmp_path / "fsdp") == pytest.approx(losses_of(tmp_path / "alone"), rel=1e-4)
+    kept = torch.load(tmp_path / "fsdp" / "checkpoints" / "step-2" / "state.pt", weights_only=True)["network"]
+    torch.testing.assert_close(kept, alone.optimizer.weights(), rtol=1e-2, atol=1e-4)
+    log = map(json.loads, (tmp_path / "fsdp" / "metrics.jsonl").read_text().splitlines())
+    assert any(record["kind"] == "dev" for record in log)

@@ -153,12 +153,12 @@ class WhisperObjective(Objective):
         times = logits[..., labels.tokenizer.timestamp_begin :].logsumexp(-1) if labels.leaves_open else None
         is_open = targets >= labels.size
         losses = F.cross_entropy(
-            logits.transpose(1, 2),
-            targets.masked_fill(is_open, IGNORED),
+            logits.flatten(0, 1),
+            targets.masked_fill(is_open, IGNORED).flatten(),
             ignore_index=IGNORED,
             label_smoothing=self.label_smoothing,
             reduction="none",
-        )
+        ).view_as(targets)
         return losses if times is None else torch.where(is_open, logits.logsumexp(-1) - times, losses)
 
     def forward(self, prepared: Prepared) -> Losses:
