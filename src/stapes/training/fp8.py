@@ -32,7 +32,7 @@ def _torchao() -> Any:
         import torchao.float8 as float8  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise DeviceError(
-            f"run.fp8 needs torchao, which cannot be imported here ({error}): pip install torchao, or leave run.fp8 out"
+            f"run.fp8 needs torchao, which cannot be imported here ({error}): pip install 'stapes[fp8]', or leave run.fp8 out"
         ) from error
     return float8
 
@@ -43,7 +43,8 @@ def use_fp8(layers: Sequence[nn.Module], *, emulate: bool = False) -> int:
     emulate: compute what a GPU with fp8 would, without one, slowly.
     """
     float8 = _torchao()
-    settings = float8.Float8LinearConfig(emulate=emulate)
+    # Gradients of weights multiply over rows and positions, which may be any number.
+    settings = float8.Float8LinearConfig(pad_inner_dim=True, emulate=emulate)
     count = 0
 
     def chosen(module: nn.Module, _: str) -> bool:
