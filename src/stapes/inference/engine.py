@@ -22,7 +22,8 @@ class DecodeRequest:
     the no-speech probability is read there. ``max_initial_timestamp``: the highest timestamp index the window may
     open with, -1 for any. ``key``: names the random numbers of this attempt, so that samples never depend on
     neighbours. ``stop_loops``: end an attempt that repeats itself, and say so in its result.
-    ``exact_tokens``: for measuring, write just so many, text only.
+    ``exact_tokens``: for measuring, write just so many, text only. ``urgent``: somebody waits for it; only a
+    `SerialEngine` is told.
     """
 
     prompt: tuple[int, ...]
@@ -38,6 +39,7 @@ class DecodeRequest:
     key: tuple[int, ...] = ()
     stop_loops: bool = True
     exact_tokens: int | None = None
+    urgent: bool = False
 
     @property
     def candidates(self) -> int:
@@ -131,12 +133,16 @@ class Engine(Protocol):
         ...
 
 
-class EncodesInParts(Protocol):
-    """What an engine may have beside, where one window takes long to encode and nothing is done meanwhile."""
+class SerialEngine(Protocol):
+    """What an engine has beside where each window costs time of its own, as on a CPU: a window is encoded in many
+    steps' time, and a step takes as many times as long as there are windows in slots.
+
+    So that urgent windows do not wait for others, they are served apart: in slots of their own.
+    """
 
     @property
-    def encodes_in_parts(self) -> bool:
-        """Whether it has it indeed."""
+    def is_serial(self) -> bool:
+        """Whether it is one indeed."""
         ...
 
     def encode_in_parts(self, window: np.ndarray, *, again: bool = False) -> Iterator[Any]:
@@ -144,4 +150,8 @@ class EncodesInParts(Protocol):
 
         Between the parts anything may be done with other windows; the result is the same.
         """
+        ...
+
+    def step(self, count: int, *, urgent: bool = False) -> None:
+        """`Engine.step`; urgent: in slots of urgent requests alone."""
         ...

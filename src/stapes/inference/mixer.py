@@ -8,9 +8,10 @@ Nothing waits while the engine could work. Who is next is decided in `queues`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar, cast
 
-from stapes.inference.engine import EncodesInParts, Engine
+from stapes.inference.engine import Engine, SerialEngine
 from stapes.inference.feed import FeedWindow
 from stapes.inference.queues import Queue, Queues
 from stapes.inference.requests import Request, Task
@@ -45,6 +46,7 @@ class Mixer:
         self._parked: dict[FeedWindow, Request] = {}  # encoded, until the language is known
         self._stuck = 0
         self._enqueues: bool = engine.enqueues
+        self._is_serial: bool = getattr(engine, "is_serial", False)
 
     @property
     def requests(self) -> list[Request]:
@@ -128,7 +130,7 @@ class Mixer:
             if not batch:
                 return self._admit() or worked  # some may have been encoded before, when their language was not known
             is_bulk, worked = batch[0].owner.priority == "bulk", True
-            if is_bulk and self._is_in_parts and not self.queues.is_bulks_turn:
+            if is_bulk and self._is_serial and len(batch) == 1 and not self.queues.is_bulks_turn:
                 if not self._encode_parts(batch[0]):
                     self.queues.bulk.staged.appendleft(batch[0])
             else:
@@ -153,14 +155,10 @@ class Mixer:
     def _encode(self, tasks: Sequence[Task]) -> None:
         self._take_in(tasks, self.engine.encode([task.window.sound for task in tasks]))
 
-    @property
-    def _is_in_parts(self) -> bool:
-        return self.engine.encoder_batch == 1 and getattr(self.engine, "encodes_in_parts", False)
-
     def _encode_parts(self, task: Task, *, again: bool = False) -> bool:
         """Go on with encoding a bulk window: by one part while interactive ones are on their way, else until somebody
         wants the engine. Whether it is over."""
-        engine = cast("EncodesInParts", self.engine)
+        engine = cast("SerialEngine", self.engine)
         try:
             parts = task.parts = task.parts or engine.encode_in_parts(task.window.sound, again=again)
             while (encoded := next(parts)) is None:
@@ -198,7 +196,9 @@ class Mixer:
     def _enqueue(self, task: Task) -> None:
         """Put an encoded window where it waits for a slot."""
         try:
-            task.attempt = task.window.recording.request(task.window)
+            attempt = task.window.recording.request(task.window)
+            is_apart = self._is_serial and task.owner.priority == "interactive"
+            task.attempt = replace(attempt, urgent=True) if is_apart else attempt
         except Exception as error:
             self._lose(task, error)
         else:
@@ -210,10 +210,10 @@ class Mixer:
         worked, size = False, self.engine.encoder_batch
         for queue in self.queues:
             is_bulk = queue is self.queues.bulk
-            while queue.again and not (is_bulk and self.queues.bulk_keeps_back(size)):
+            while queue.again and not (is_bulk and size == 1 and self.queues.is_bulk_held_back):
                 batch = [queue.again.popleft() for _ in range(min(size, len(queue.again)))]
                 worked = True
-                if is_bulk and self._is_in_parts:
+                if is_bulk and self._is_serial and len(batch) == 1:
                     if not self._encode_parts(batch[0], again=True):
                         queue.again.appendleft(batch[0])
                         break
@@ -301,7 +301,11 @@ class Mixer:
             return None
 
     def _step(self) -> bool:
-        self._guard(lambda: self.engine.step(self.steps))
+        if self._is_serial and self.queues.is_bulk_held_back:
+            engine = cast("SerialEngine", self.engine)
+            self._guard(lambda: engine.step(self.steps, urgent=True))
+        else:
+            self._guard(lambda: self.engine.step(self.steps))
         return True
 
     def _harvest(self) -> None:

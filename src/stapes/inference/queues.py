@@ -12,9 +12,9 @@ The rules, which `Mixer` carries out:
 - Windows are encoded at once where a slot may be free for them, and in full batches where all are taken. While
   interactive windows are being written, bulk ones are encoded in half batches, one at a scheduling point: so those take
   about twice as long as alone, and bulk loses next to nothing. While interactive ones wait, the batch is an eighth.
-- On an engine that encodes windows one by one, which takes many times as long as a step, a bulk window is encoded in
-  parts (layer by layer): all of them in a row while nobody else wants the engine, one at every eighth scheduling point
-  while interactive windows are being written. So those never wait for a whole one.
+- On a serial engine, where every window costs time of its own, interactive windows have slots of their own, and while
+  any is written, bulk has one scheduling point in eight: a step of its slots, and a part of a window's encoding, which
+  goes layer by layer. So an interactive one never waits for a whole window, and pays for no other's steps.
 - Bulk windows enter slots a few at a time (`Queues.group_size`), because reading prompts costs nearly as much for one
   as for eight; interactive ones enter at once, and take along those that wait.
 - Few wait with their encodings: fewer than two encoder batches of new windows in each class, and those that have been
@@ -121,11 +121,11 @@ class Queues:
                 return task
         return None
 
-    def bulk_keeps_back(self, batch: int) -> bool:
-        """Whether bulk windows are not to be encoded at this scheduling point: interactive ones are being written, and
-        one window is the least that can be encoded."""
-        in_slots = self.interactive.in_slots + self.bulk.in_slots
-        return batch == 1 and self.interactive.is_active and in_slots > 0 and self.points % TURNS > 0
+    @property
+    def is_bulk_held_back(self) -> bool:
+        """Whether this scheduling point is for the interactive windows alone that are being written, where an engine
+        serves them apart."""
+        return self.interactive.in_slots > 0 and self.points % TURNS > 0
 
     def wants_more(self, queue: Queue) -> bool:
         """Whether more windows of a class may be encoded, to wait beside those that are."""
@@ -139,7 +139,7 @@ class Queues:
             queue, most = self.interactive, batch
         elif bulk:
             self.is_bulks_turn = interactive
-            if not interactive and self.bulk_keeps_back(batch):
+            if not interactive and batch == 1 and self.is_bulk_held_back:
                 return []
             self._encodes_passed = 0
             share = TURNS if interactive else 2 if self.interactive.is_active else 1

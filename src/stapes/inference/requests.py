@@ -21,8 +21,8 @@ from stapes.inference.ingest import Ingest, Job
 Priority = Literal["interactive", "bulk"]
 """interactive: someone waits for it, its windows go first. bulk: it takes what is left, and a small share at least."""
 
-Kind = tuple[int, bool]
-"""Candidates, and whether they are beams: windows of one kind share a lane of slots."""
+Kind = tuple[int, bool, bool]
+"""Candidates, whether they are beams, and whether they are served apart: windows of one kind share a lane of slots."""
 
 _CANCEL_SECONDS = 1.0
 """How long a caller waits for its slots to be freed. An engine in the middle of a long operation frees them after."""
@@ -53,7 +53,7 @@ class Task:
     def kind(self) -> Kind:
         """Which slots it needs."""
         assert self.attempt is not None
-        return self.attempt.candidates, self.attempt.is_beam
+        return self.attempt.candidates, self.attempt.is_beam, self.attempt.urgent
 
 
 class Driver(Protocol):

@@ -55,7 +55,7 @@ class TorchWhisperEngine:
             self.heads.setdefault(layer, []).append(head)
         self.blank = torch.zeros(vocabulary.size, device=self.device)
         self.blank[list(blank)] = float("-inf")
-        self.lanes: dict[tuple[int, bool], Lane] = {}
+        self.lanes: dict[tuple[int, ...], Lane] = {}
         self._prepare()
 
     def _prepare(self) -> None:
@@ -89,7 +89,7 @@ class TorchWhisperEngine:
         return self.model.encoder(features.to(self.dtype))
 
     @property
-    def encodes_in_parts(self) -> bool:
+    def is_serial(self) -> bool:
         return self.device.type == "cpu" and type(self) is TorchWhisperEngine
 
     @torch.inference_mode()
@@ -122,9 +122,10 @@ class TorchWhisperEngine:
         return self._lane(request).free
 
     def _lane(self, request: DecodeRequest) -> Lane:
-        kind = (request.candidates, request.is_beam)
+        candidates, is_beam = request.candidates, request.is_beam
+        kind = (candidates, is_beam, True) if request.urgent else (candidates, is_beam)
         if kind not in self.lanes:
-            self.lanes[kind] = self._new_lane(max(1, self.slots // request.candidates), *kind)
+            self.lanes[kind] = self._new_lane(max(1, self.slots // candidates), candidates, is_beam)
         return self.lanes[kind]
 
     def _new_lane(self, rows: int, group: int, beam: bool) -> Lane:
@@ -192,11 +193,12 @@ class TorchWhisperEngine:
         return states, cache, scores
 
     @torch.inference_mode()
-    def step(self, count: int) -> None:
-        """Write up to ``count`` more tokens in every slot."""
+    def step(self, count: int, *, urgent: bool = False) -> None:
+        """Write up to ``count`` more tokens in every slot, or in those of urgent requests."""
         for _ in range(count):
-            for lane in self.lanes.values():
-                lane.step(self.blank)
+            for kind, lane in self.lanes.items():
+                if not urgent or kind[2:]:
+                    lane.step(self.blank)
 
     @torch.inference_mode()
     def harvest(self) -> list[tuple[Slot, DecodeResult]]:

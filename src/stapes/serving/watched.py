@@ -74,6 +74,7 @@ class MeteredEngine:
         object.__setattr__(self, "_inner", engine)
         object.__setattr__(self, "_meter", meter)
         object.__setattr__(self, "_occupied", 0)
+        object.__setattr__(self, "_urgent", set())
 
     @property
     def __class__(self) -> type:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -99,18 +100,24 @@ class MeteredEngine:
     def admit(self, requests: Sequence[Any], encoded: Sequence[Any]) -> list[Any]:
         slots = self._inner.admit(requests, encoded)
         self._occupy(len(slots))
+        self._urgent.update(slot for slot, request in zip(slots, requests, strict=True) if request.urgent)
         return slots
 
-    def step(self, count: int) -> None:
-        self._inner.step(count)
-        self._meter.has_stepped(self._occupied)
+    def step(self, count: int, *, urgent: bool = False) -> None:
+        if urgent:
+            self._inner.step(count, urgent=True)
+        else:
+            self._inner.step(count)
+        self._meter.has_stepped(len(self._urgent) if urgent else self._occupied)
 
     def release(self, slot: Any) -> None:
         self._occupy(-1)
+        self._urgent.discard(slot)
         self._inner.release(slot)
 
     def clear(self) -> None:
         self._occupy(-self._occupied)
+        self._urgent.clear()
         self._inner.clear()
 
     def _occupy(self, slots: int) -> None:
