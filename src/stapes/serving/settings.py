@@ -87,8 +87,8 @@ class ModelSettings:
     """Folder where models are looked for."""
 
     max_batch: int | None = None
-    """Windows of up to 30 s, of any requests, that are decoded together. Default: 16 on a GPU; on a CPU 3, because a
-    short recording has to wait for what is done with a whole batch."""
+    """Windows of up to 30 s, of any requests, that are decoded together. Default: 16 on a GPU; on a CPU 3 of short
+    recordings and 3 of long ones, for more take memory and hardly any time less."""
 
     max_wait_ms: float = 50.0
     """Milliseconds that a request may wait for others to be begun with, while requests of its class are at work. An
