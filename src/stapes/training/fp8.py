@@ -32,7 +32,7 @@ def _torchao() -> Any:
         import torchao.float8 as float8  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise DeviceError(
-            f"run.fp8 needs torchao, which cannot be imported here ({error}): pip install 'stapes[fp8]', or leave run.fp8 out"
+            f"run.fp8 needs torchao, which cannot be imported ({error}): pip install 'stapes[fp8]', or leave it out"
         ) from error
     return float8
 
