@@ -33,7 +33,7 @@ class Norm(NamedTuple):
 
 
 class Update(NamedTuple):
-    """What is added to the residual stream: ``dropout(value + bias)``. value (rows, width), bias (width,) float32."""
+    """What is added to the residual stream: ``dropout(value + bias)``. value (…, width), bias (width,) float32."""
 
     value: Tensor
     bias: Tensor
@@ -51,9 +51,9 @@ class Gradients(NamedTuple):
 
 
 def add_norm(x: Tensor, update: Update | None, norm: Norm | None) -> tuple[Tensor, Tensor | None]:
-    """The residual sum, and its layer norm where one is asked for, both (rows, width) in x's dtype.
+    """The residual sum, and its layer norm where one is asked for, both (…, width) in x's dtype.
 
-    x: (rows, width), the residual stream. Without an update the sum is x itself.
+    x: (…, width), the residual stream; an update's value is as large. Without an update the sum is x itself.
     """
     return launch_or(
         "add_norm", x.device, lambda: _launch_forward(x, update, norm), lambda: add_norm_reference(x, update, norm)
@@ -66,7 +66,7 @@ def add_norm_reference(x: Tensor, update: Update | None, norm: Norm | None) -> t
     if update is not None:
         value = update.value.float() + update.bias
         if update.dropout is not None:
-            value = value * keep_reference(update.dropout, *value.shape)
+            value = value * _kept(update.dropout, value)
         total = (x.float() + value).to(x.dtype)
     if norm is None:
         return total, None
@@ -78,13 +78,13 @@ def add_norm_backward(
 ) -> Gradients:
     """Gradients of `add_norm`.
 
-    total: the residual sum, for its norm. of_total, of_norm: gradients of the two results, (rows, width), None for one
+    total: the residual sum, for its norm. of_total, of_norm: gradients of the two results, (…, width), None for one
     that was not used. ``update.value`` is not looked at.
     """
     given = of_norm if of_norm is not None else of_total
     assert given is not None
     if norm is None and (update is None or update.dropout is None):  # a sum hands its gradient on as it is
-        of_bias = None if update is None else given.sum(0, dtype=torch.float32)
+        of_bias = None if update is None else given.flatten(0, -2).sum(0, dtype=torch.float32)
         return Gradients(given, None if update is None else given, of_bias, None, None)
     return launch_or(
         "add_norm_backward",
@@ -104,16 +104,20 @@ def add_norm_backward_reference(
     of_gain = of_shift = of_bias = of_update = None
     if norm is not None and of_norm is not None:
         assert total is not None
-        deviation, mean = torch.var_mean(total.float(), 1, correction=0, keepdim=True)
-        scale = (deviation + norm.eps).rsqrt()
+        variance, mean = torch.var_mean(total.float(), -1, correction=0, keepdim=True)
+        scale = (variance + norm.eps).rsqrt()
         hat = (total.float() - mean) * scale
         of_hat = of_norm.float() * norm.gain
-        grad = grad + scale * (of_hat - of_hat.mean(1, keepdim=True) - hat * (of_hat * hat).mean(1, keepdim=True))
-        of_gain, of_shift = (of_norm.float() * hat).sum(0), of_norm.float().sum(0)
+        grad = grad + scale * (of_hat - of_hat.mean(-1, keepdim=True) - hat * (of_hat * hat).mean(-1, keepdim=True))
+        of_gain, of_shift = (of_norm.float() * hat).flatten(0, -2).sum(0), of_norm.float().flatten(0, -2).sum(0)
     if update is not None:
-        kept = grad if update.dropout is None else grad * keep_reference(update.dropout, *grad.shape)
-        of_bias, of_update = kept.sum(0), kept.to(given.dtype)
+        kept = grad if update.dropout is None else grad * _kept(update.dropout, grad)
+        of_bias, of_update = kept.flatten(0, -2).sum(0), kept.to(given.dtype)
     return Gradients(grad.to(given.dtype), of_update, of_bias, of_gain, of_shift)
+
+
+def _kept(dropout: Dropout, like: Tensor) -> Tensor:
+    return keep_reference(dropout, like.numel() // like.shape[-1], like.shape[-1]).view_as(like)
 
 
 @kernel
@@ -191,7 +195,7 @@ def _add_norm_backward(
 
 
 def _launch_forward(x: Tensor, update: Update | None, norm: Norm | None) -> tuple[Tensor, Tensor | None]:
-    rows, width = x.shape
+    rows, width = x.numel() // x.shape[-1], x.shape[-1]
     total = x if update is None else torch.empty_like(x)
     out = None if norm is None else torch.empty_like(x)
     dropout = None if update is None else update.dropout
@@ -225,7 +229,7 @@ def _launch_backward(
 ) -> Gradients:
     given = of_norm if of_norm is not None else of_total
     assert given is not None
-    rows, width = given.shape
+    rows, width = given.numel() // given.shape[-1], given.shape[-1]
     has_norm = norm is not None and of_norm is not None
     dropout = None if update is None else update.dropout
     tile, rounds, warps = _backward_tile(target_of(given.device))

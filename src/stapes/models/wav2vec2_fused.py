@@ -132,13 +132,15 @@ def fused_layer(layer: EncoderLayer, x: Tensor, mask: Tensor | None) -> Tensor:
             x, normed = _add_norm(x, None, None, layer.attention_norm, 0.0)
             value, _ = _attend(layer, normed.view(shape), mask)
             x, normed = _add_norm(x, value, attention.out, layer.mlp_norm, dropout)
-            x, _ = _add_norm(x, _mlp(layer, normed)[0], mlp.down, None, behind_mlp)
+            value, norm = _mlp(layer, normed)[0], None
         else:
             value, x = _attend(layer, x.view(shape), mask)
             _, x = _add_norm(x, value, attention.out, layer.attention_norm, dropout)
             value, x = _mlp(layer, x)
-            _, x = _add_norm(x, value, mlp.down, layer.mlp_norm, behind_mlp)
-        x = x.view(shape)
+            norm = layer.mlp_norm
+        # Of the shape that it is to have: FSDP2 wants no views as results.
+        total, normed = _add_norm(x.view(shape), value.view(shape), mlp.down, norm, behind_mlp)
+        x = total if norm is None else normed
     return x if layer.adapter is None else x + layer.adapter(x).to(x.dtype)
 
 
