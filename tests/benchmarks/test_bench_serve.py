@@ -210,7 +210,7 @@ def test_random_weights_write_just_so_many_tokens(tmp_path: Path, monkeypatch: p
     table = tmp_path / "lengths.json"
     table.write_text(json.dumps([[1.5, 3], [29.0, 17]]))
     monkeypatch.setenv(LENGTHS, str(table))
-    settings = {"device": "cpu", "precision": "auto", "threads": None, "max_batch": 2}
+    settings = {"device": "cpu", "precision": "auto", "threads": None, "max_batch": None}
     with contextlib.closing(load("random:tiny.en", settings)) as recognizer:
         options: dict[str, Any] = {"vad": False, "without_timestamps": True, "temperature_increment_on_fallback": None}
         options |= dict.fromkeys(("logprob_threshold", "no_speech_threshold", "compression_ratio_threshold"))

@@ -85,8 +85,9 @@ class ScriptedVoice(WhisperVoice):
 
     def _scripted(self, request: Callable[[Any], DecodeRequest]) -> Callable[[Any], DecodeRequest]:
         def scripted(window: Any) -> DecodeRequest:
-            plain = request(window)
-            return ScriptedRequest(**vars(plain), script=self._scripts.pop(window))
+            script = self._scripts.pop(window)
+            plain = replace(request(window), exact_tokens=max(1, len(script)))
+            return ScriptedRequest(**vars(plain), script=script)
 
         return scripted
 
@@ -131,9 +132,8 @@ class ScriptedEngine:
         self._engine.slots = slots
 
     def admit(self, requests: Sequence[DecodeRequest], encoded: Sequence[Any]) -> list[Any]:
-        """As the engine's own; windows that enter together write as many tokens as the longest script has."""
+        """As the engine's own, and note what will have been written."""
         scripts = [request.script if isinstance(request, ScriptedRequest) else () for request in requests]
-        self._engine.exact_tokens = max(1, *map(len, scripts))
         slots = self._engine.admit(requests, encoded)
         self._scripts.update(zip(slots, scripts, strict=True))
         return slots

@@ -17,12 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from stapes.benchmarks.random_weights import load_random
+from stapes.devices.backend import resolve
 from stapes.inference.engine import DecodeRequest
 from stapes.inference.feed import AudioFeed, Clips, FeedMaker
 from stapes.options import TranscribeOptions
 from stapes.recognizer import Recognizer
 from stapes.serving import engine_worker
 from stapes.serving.engine_worker import WorkerCall
+from stapes.serving.settings import USUAL_BATCH
 from stapes.serving.watched import Gate
 
 RANDOM = "random:"
@@ -125,13 +127,14 @@ def load(name: str, settings: dict[str, Any]) -> Recognizer:
     """As the server loads models; ``random:SIZE`` has weights that know nothing, and writes as much as the corpus."""
     if not name.startswith(RANDOM):
         return engine_worker.load_model(name, settings)
+    usual = 3 if resolve(settings["device"]).backend == "cpu" else USUAL_BATCH
     recognizer = load_random(
         name.removeprefix(RANDOM),
         tokens=1,
         device=settings["device"],
         precision=settings["precision"],
         threads=settings["threads"],
-        batch_size=settings["max_batch"],
+        batch_size=settings["max_batch"] or usual,
     )
     lengths = Lengths([(seconds, tokens) for seconds, tokens in json.loads(Path(os.environ[LENGTHS]).read_text())])
     family: Any = recognizer.family
