@@ -23,7 +23,7 @@ from stapes.errors import UsageError
 from stapes.inference import speculative
 from stapes.inference.draft import has_same_encoder, open_draft
 from stapes.inference.engine import DecodeRequest, DecodeResult
-from stapes.inference.gpu_speculative import GpuSpeculativeEngine
+from stapes.inference.gpu_speculative import GpuSpeculativeEngine, _repeated
 from stapes.inference.gpu_whisper import GpuWhisperEngine
 from stapes.inference.speculative import DraftModel, SpeculativeWhisperEngine, judge_drafts
 from stapes.inference.torch_whisper import TorchWhisperEngine
@@ -192,6 +192,38 @@ def test_a_text_may_reach_the_end_of_the_context(plain: type, drafted: type) -> 
         same(write(make_engine(drafted, 1, draft=draft_of("itself", tokens)), asked, noise(1)), truth)
 
 
+def test_rows_that_are_repeated_lie_in_memory_of_their_own() -> None:
+    """Kernels find a row by its number, and write to some: a view of one row that is many would be another's memory."""
+    for numbers in (torch.arange(1), torch.arange(3), torch.ones(1, 5), torch.arange(6.0).view(2, 3)):
+        many = _repeated(numbers, 4)
+        assert torch.equal(many, numbers.repeat_interleave(4, dim=0))
+        assert many.is_contiguous()
+        assert many.stride() == torch.empty(many.shape).stride()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_on_a_gpu_it_is_the_same_bit_for_bit(dtype: torch.dtype) -> None:
+    """One window, 16 rows at most: products do not depend on what they are computed beside."""
+
+    def engine(kind: type[TorchWhisperEngine], slots: int, **options: Any) -> TorchWhisperEngine:
+        model = make_model().to("cuda", dtype)
+        return kind(model, VOCABULARY, {"xx": 92, "yy": 93}, SOT, [5, TEXT], [(1, 0)], slots, 2, **options)
+
+    requests = [request(), request(timestamps=False), request(max_initial_timestamp=3)]
+    for slots in (1, 3):
+        truth = write(engine(GpuWhisperEngine, slots), requests, noise(3))
+        for kind, tokens in (("truncated", 3), ("itself", 15), ("stranger", 1)):
+            draft = draft_of(kind, tokens)
+            draft.model.to("cuda", dtype)
+            found = write(engine(GpuSpeculativeEngine, slots, draft=draft), requests, noise(3))
+            if slots == 1:
+                assert [each.tokens for each in found] == [each.tokens for each in truth]
+                assert [each.avg_logprob for each in found] == [each.avg_logprob for each in truth]
+            else:
+                assert all(each.drafted >= each.agreed for each in found)
+
+
 def test_words_are_aligned_and_languages_told_as_without_a_draft_of_another_encoder() -> None:
     plain = make_engine(TorchWhisperEngine)
     ours = make_engine(SpeculativeWhisperEngine, draft=draft_of("stranger", 2))
@@ -236,7 +268,8 @@ def test_a_draft_that_cannot_be_is_refused_with_the_reason(large: Path) -> None:
     with stapes.load(large, device="cpu", draft=large) as recognizer:
         assert isinstance(recognizer.engine, SpeculativeWhisperEngine)
         assert recognizer.engine.draft.shares_encoder
-        for options in ({"beam_size": 2}, {"temperature": 0.2}):
+        cases: list[dict[str, Any]] = [{"beam_size": 2}, {"temperature": 0.2}]
+        for options in cases:
             with pytest.raises(UsageError, match="leaves --draft nothing to do"):
                 recognizer.transcribe(np.zeros(16_000, np.float32), sample_rate=16_000, **options)
 
@@ -256,7 +289,7 @@ def test_a_real_model_writes_what_it_writes_alone(tmp_path: Path) -> None:
     student = tmp_path / "student"
     save_huggingface(with_decoder_layers(open_checkpoint(location.path, "tiny.en", location.parts), 2), student)
     clips = sorted((DATA / "librispeech" / "audio").glob("*.mp3"))[:2]
-    settings = {"device": "cpu", "precision": "fp32", "threads": 1, "batch_size": 1}
+    settings: dict[str, Any] = {"device": "cpu", "precision": "fp32", "threads": 1, "batch_size": 1}
     with stapes.load("tiny.en", **settings) as recognizer:
         truth = [recognizer.transcribe(clip, word_timestamps=True) for clip in clips]
     for tokens in (1, 4):

@@ -69,15 +69,15 @@ class GpuSpeculativeLane(DraftedLane, GpuLane):
         for _ in range(draft.tokens):
             logits = self._read(draft.decoder, tokens, places, self.draft_cache, draft.memory)
             last = logits.view(rows, -1, logits.shape[1])[:, -1].contiguous()
-            chosen, _ = self._likeliest(last, state, self.suppressed[:rows], blank)
+            chosen, _ = self._likeliest(last, state, self.suppressed[:rows], blank, rows)
             drafts.append(chosen)
             states.append(copy_of(state))
             tokens, places = chosen[:, None], places[:, -1:] + 1
         tokens = torch.stack([self.state.last[:rows], *drafts], dim=1)
         places = self.positions[:rows, None] + torch.arange(tokens.shape[1], device=self.device)
         logits = self._read(self.decoder, tokens, places, self.cache, self.places)
-        forbidden = self.suppressed[:rows, None].expand(-1, tokens.shape[1], -1).reshape(logits.shape)
-        chosen, gains = self._likeliest(logits, states_along(states), forbidden, blank)
+        forbidden = _repeated(self.suppressed[:rows], tokens.shape[1])
+        chosen, gains = self._likeliest(logits, states_along(states), forbidden, blank, rows)
         sure = torch.full_like(self.previous[:rows], tokens.shape[1])
         self._keep(tokens, chosen.view_as(tokens), gains.view_as(tokens), sure)
         self.live[:rows] *= (~self.ended[:rows] & (self.state.count[:rows] < self.limits[:rows])).int()
@@ -89,7 +89,7 @@ class GpuSpeculativeLane(DraftedLane, GpuLane):
         rows, count = tokens.shape
 
         def each(numbers: Tensor) -> Tensor:
-            return numbers[:rows, None].expand(rows, count, *numbers.shape[1:]).flatten(0, 1)
+            return _repeated(numbers[:rows], count)
 
         windows = Windows(
             torch.arange(0, rows * count, count, dtype=torch.int32, device=self.device),
@@ -106,22 +106,33 @@ class GpuSpeculativeLane(DraftedLane, GpuLane):
         )
         return decoder.step(batch, cache, memory)
 
-    def _likeliest(self, logits: Tensor, state: RuleState, forbidden: Tensor, blank: Tensor) -> tuple[Tensor, Tensor]:
-        """The likeliest tokens that the rules allow and their log-probabilities, (rows,); noted in ``state``."""
+    def _likeliest(
+        self, logits: Tensor, state: RuleState, forbidden: Tensor, blank: Tensor, rows: int
+    ) -> tuple[Tensor, Tensor]:
+        """The likeliest tokens that the rules allow and their log-probabilities, as many as logits; noted in ``state``.
+
+        logits (rows × count, vocabulary): of the first ``rows`` rows, for so many places in each.
+        Rows of no window, whose logits mean nothing, end: whatever else they said might be no token at all.
+        """
         vocabulary = self.vocabulary
+        dead = _repeated(self.live[:rows] == 0, len(logits) // rows)
         if not can_launch(self.device):
             logits = apply_rules(logits, state, forbidden, blank, vocabulary)
-            tokens = logits.argmax(dim=-1)
+            tokens = torch.where(dead, vocabulary.end, logits.argmax(dim=-1))
             state.append(tokens, vocabulary)
             return tokens, logits.gather(1, tokens[:, None])[:, 0] - logits.logsumexp(dim=-1)
-        rows = len(logits)
-        # A text of one token, whose end ends nothing.
-        tokens, gains = state.last.new_empty(rows, 1), logits.new_empty(rows, 1)
-        ended, live = torch.zeros_like(state.timestamps), torch.ones_like(state.last, dtype=torch.int32)
+        # Texts of one token, whose end ends nothing.
+        tokens, gains = state.last.new_empty(len(logits), 1), logits.new_empty(len(logits), 1)
+        live, limits = torch.ones_like(state.last, dtype=torch.int32), torch.zeros_like(state.last)
         ids = (vocabulary.end, vocabulary.no_timestamps, vocabulary.timestamp_begin)
-        limits = torch.zeros_like(state.last)
-        launch_likeliest(logits, forbidden, blank, state.fields(), ended, live, limits, tokens, gains, ids)
+        launch_likeliest(logits, forbidden, blank, state.fields(), dead, live, limits, tokens, gains, ids)
         return tokens[:, 0], gains[:, 0]
+
+
+def _repeated(rows: Tensor, count: int) -> Tensor:
+    """Each row so often, one behind the other, in memory of its own: kernels find them by their number."""
+    spread = rows[:, None].expand(len(rows), count, *rows.shape[1:])
+    return spread.clone(memory_format=torch.contiguous_format).flatten(0, 1)
 
 
 class GpuSpeculativeEngine(SpeculativeWhisperEngine, GpuWhisperEngine):
