@@ -88,6 +88,11 @@ def architecture_of(properties: Any, backend: Backend) -> str:
     return f"sm_{properties.major}{properties.minor}"
 
 
+def computes_in_bf16() -> bool:
+    """Whether this CPU has units for bf16 (AVX-512 BF16 or AMX): others convert every value to fp32 and back."""
+    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+
+
 def choose_dtype(precision: Precision, device: Device) -> torch.dtype:
     """The dtype of activations, and of weights that are not quantised.
 
@@ -100,8 +105,11 @@ def choose_dtype(precision: Precision, device: Device) -> torch.dtype:
     if precision in plain:
         return plain[precision]
     if device.backend == "cpu":
-        other = ", or a folder that `stapes quantize` made" if precision == "int8" else ""
-        raise UsageError(f"--precision {precision} needs a GPU: on the CPU use fp32{other}")
+        if precision == "int8" and computes_in_bf16():
+            return torch.bfloat16
+        other = " here, or a folder that `stapes quantize` made" if precision == "int8" else ""
+        needs = "a GPU, or a CPU with bf16 units" if precision == "int8" else "a GPU"
+        raise UsageError(f"--precision {precision} needs {needs}: use fp32{other}")
     if precision == "fp8":
         fp8_dtype(device)
         return torch.bfloat16

@@ -8,6 +8,9 @@ Three things are done differently from the plain model, each measured on an EPYC
   tile for a single query.
 - Residual sums are added by the product before them.
 
+In bf16, on CPUs that have units for it, the encoder takes 0.6 times as long, and then a quarter of the time is the
+softmax: it leaves out what it can (`attend`). The decoder is another (`cpu_decoder`).
+
 Tried and left: attending over the encoder's states themselves, (qW)·X in place of q·(XW). It needs a twelfth of the
 memory and no projection, but reads X twice a layer and so takes half as long again for a step.
 """
@@ -20,19 +23,50 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from stapes.inference.cpu_decoder import CpuTextDecoder
 from stapes.inference.packed import PackedLinear, PackedMLP
 from stapes.models.whisper import CrossAttention, DecoderLayer, EncoderLayer, Whisper
 
-_BLOCK = 256
-"""Queries whose scores over 1500 keys are held at once: 1.5 MB."""
+_BLOCK_BYTES = 1_536_000
+"""Scores that are held at once: of 256 queries over 1500 keys in fp32."""
 
-_linear = torch.ops.mkldnn._linear_pointwise
+_LARGEST_SCORE = 80.0
+"""Exponentials of scores up to this, and of as many keys as there are, neither overflow nor vanish in bf16. Those of
+Whisper's encoders are below 70, with the bound that is used."""
+
+_linear = torch.ops.mkldnn._linear_pointwise.default
 
 
 def add_linear(linear: nn.Module, x: Tensor, residual: Tensor) -> Tensor:
     """``residual + linear(x)`` in one pass."""
     assert isinstance(linear, PackedLinear)
     return torch.ops.mkldnn._linear_pointwise.binary(x, residual, linear.weight, linear.bias, "add")
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Attention without a mask, its scale in the queries: (batch, heads, positions, head width) of all three, but
+    ``value`` (batch, heads, head width, positions)."""
+    attended = torch.empty_like(query)
+    block = _BLOCK_BYTES // (query.element_size() * key.shape[2])
+    plain = query.dtype != torch.float32 and _is_harmless(query, key)
+    if plain:
+        # Sums of the weights come out of the product with the values, as one more row.
+        value = torch.cat([value, value.new_ones(*value.shape[:2], 1, value.shape[3])], dim=2)
+    for window in range(query.shape[0]):
+        for head in range(query.shape[1]):
+            keys, values, out = key[window, head], value[window, head], attended[window, head]
+            for first in range(0, query.shape[2], block):
+                scores = _linear(query[window, head, first : first + block], keys, None, "none", [], "none")
+                weights = scores.exp_() if plain else scores.softmax(dim=-1)
+                sums = _linear(weights, values, None, "none", [], "none")
+                out[first : first + block] = sums[:, :-1] / sums[:, -1:] if plain else sums
+    return attended
+
+
+def _is_harmless(query: Tensor, key: Tensor) -> bool:
+    """Whether exponentials of scores can be summed up as they are: no score is beyond the product of lengths."""
+    longest = [each.square().sum(dim=-1, dtype=torch.float32).max().sqrt() for each in (query, key)]
+    return bool(longest[0] * longest[1] < _LARGEST_SCORE)
 
 
 class CpuEncoderLayer(nn.Module):
@@ -50,14 +84,7 @@ class CpuEncoderLayer(nn.Module):
         query = attention.split(attention.query(normed) * scale).contiguous()
         key = attention.split(attention.key(normed)).contiguous()
         value = attention.split(attention.value(normed)).transpose(-1, -2).contiguous()
-        attended = torch.empty_like(query)
-        for window in range(x.shape[0]):
-            for head in range(attention.heads):
-                keys, values, out = key[window, head], value[window, head], attended[window, head]
-                for first in range(0, query.shape[2], _BLOCK):
-                    scores = _linear(query[window, head, first : first + _BLOCK], keys, None, "none", [], "none")
-                    weights = scores.softmax(dim=-1)
-                    out[first : first + _BLOCK] = _linear(weights, values, None, "none", [], "none")
+        attended = attend(query, key, value)
         x = add_linear(attention.out, attended.transpose(1, 2).flatten(2), x)
         assert isinstance(mlp, PackedMLP)
         return add_linear(mlp.down, mlp.up(self.mlp_norm(x)), x)
@@ -92,6 +119,9 @@ def adapt(model: Whisper) -> Whisper:
     for index, layer in enumerate(model.encoder.layers):
         assert isinstance(layer, EncoderLayer)
         model.encoder.layers[index] = CpuEncoderLayer(layer)
+    if model.decoder.positions.dtype != torch.float32:
+        model.decoder = CpuTextDecoder(model.decoder)  # type: ignore[assignment]
+        return model
     for layer in model.decoder.layers:
         assert isinstance(layer, DecoderLayer)
         layer.cross_attention = CpuCrossAttention(layer.cross_attention)  # type: ignore[assignment]

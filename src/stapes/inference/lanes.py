@@ -19,6 +19,7 @@ from stapes.decoding.loops import repeats
 from stapes.decoding.rules import RuleState, Vocabulary, apply_rules
 from stapes.decoding.sampling import counter_uniform, random_key, sample
 from stapes.inference.engine import DecodeRequest, DecodeResult
+from stapes.inference.packed_memory import PackedRows
 from stapes.models.whisper import KeyValue, Whisper
 
 # How often the written tokens are looked at for repetition, in tokens.
@@ -113,7 +114,7 @@ class Lane:
         padded at the end. logits: (windows, vocabulary), float32, of what follows each prompt. no_speech (windows,).
         """
         if not self.memory:
-            self.memory = [zeros((self.rows, *kept.shape[1:]), kept.dtype, self.device) for kept in memory]
+            self.memory = [room_for(kept, self.rows) for kept in memory]
         slots = []
         # One less than there is room for: word times read the text again with <|notimestamps|> and the end.
         room = self.tokens.shape[1] - 1
@@ -370,6 +371,18 @@ class Lane:
             values[new, :, :length] = values[old, :, :length]
         for kept in self.memory:
             kept[target.row] = kept[source.row]
+
+
+def room_for(kept: Tensor, rows: int) -> Tensor:
+    """Room for so many windows, of what the decoder keeps of each; ``kept`` is that of others."""
+    if isinstance(kept, PackedRows):
+        return kept.room(rows)  # type: ignore[return-value]  # which does all that is done with such tensors
+    return zeros((rows, *kept.shape[1:]), kept.dtype, kept.device)
+
+
+def stack(rows: Sequence[Tensor], like: Tensor) -> Tensor:
+    """What is kept of windows, one behind the other."""
+    return PackedRows(rows) if isinstance(like, PackedRows) else torch.stack(list(rows))  # type: ignore[return-value]
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

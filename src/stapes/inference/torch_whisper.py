@@ -14,7 +14,7 @@ from stapes.decoding.rules import Vocabulary
 from stapes.devices.memory import trim_heap
 from stapes.inference.cpu import adapt
 from stapes.inference.engine import Alignment, DecodeRequest, DecodeResult
-from stapes.inference.lanes import Lane, Slot, zeros
+from stapes.inference.lanes import Lane, Slot, stack, zeros
 from stapes.inference.packed import is_worth_packing, pack
 from stapes.models.whisper import KeyValue, Whisper
 
@@ -227,8 +227,8 @@ class TorchWhisperEngine:
     def _align_rows(self, slots: Sequence[Slot], sequences: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor | None]:
         """Read sequences in the windows of slots: the decoder's states, and the scores of the alignment heads."""
         rows = [(slot.lane, slot.row) for slot in slots]
-        count = len(slots[0].lane.memory)
-        memory = [torch.stack([lane.memory[kept][row] for lane, row in rows]) for kept in range(count)]
+        first = slots[0].lane.memory
+        memory = [stack([lane.memory[kept][row] for lane, row in rows], first[kept]) for kept in range(len(first))]
         states, _, scores = self._read(sequences, memory, self.heads)
         return states, scores
 
