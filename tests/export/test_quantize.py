@@ -11,18 +11,26 @@ import onnx
 import pytest
 import soundfile
 import torch
+from borrowed_tokenizer import a_tokenizer
 from onnx import TensorProto, helper, numpy_helper
+from small_whisper import random_weights, write_huggingface
 
 from ctc_models import babble
 from stapes.checkpoints import catalog
+from stapes.checkpoints.formats import WhisperCheckpoint
+from stapes.checkpoints.load import load_whisper, open_checkpoint
 from stapes.checkpoints.onnx_folder import WEIGHTS, read_onnx_folder
 from stapes.devices.backend import resolve
-from stapes.errors import ModelError
+from stapes.errors import ModelError, UsageError
 from stapes.export.calibration import Calibration
 from stapes.export.int8 import FULL, REDUCED, Rewriter, matrices, quantize_weight, rows_in_int8, spread
 from stapes.export.quantize import QuantizeReport, QuantizeSettings, quantize
+from stapes.export.weight_only import Passage, measure_roles, role
 from stapes.export.weights import WeightsFile
 from stapes.inference.onnx_session import CPU, Session
+from stapes.inference.quantized import QuantizedLinear, quantizer
+from stapes.kernels.quantization import dequantize
+from stapes.models.whisper import WhisperConfig
 from stapes.recognizer import load
 
 SECOND = 16_000
@@ -178,3 +186,47 @@ def test_layers_may_all_be_kept(ctc: tuple[Path, Path], tmp_path: Path) -> None:
         for folder in (ctc[1], tmp_path / "out")
     )
     assert ours == theirs
+
+
+def test_four_bit_weights_are_the_ones_that_were_judged(tmp_path: Path) -> None:
+    config = WhisperConfig(80, 51865, 64, 1, 2, 2, 4, text_context=64)  # groups of 64 inputs fill its rows
+    weights = {name: 0.2 * value if value.ndim > 1 else value for name, value in random_weights(config=config).items()}
+    folder = write_huggingface(tmp_path / "small", weights, config=config)
+    (folder / "tokenizer.json").symlink_to(a_tokenizer())
+    settings = QuantizeSettings(scheme="int4", sensitive=0.1)
+    report = quantize("small", catalog.Location(folder), tmp_path / "int4", settings)
+    assert 0 < len(report.kept) < len(report.errors)
+    limit = 0.1 * sum(report.errors.values())
+    assert set(report.kept) == {name for name, error in report.errors.items() if error > limit}
+    opened = open_checkpoint(tmp_path / "int4")
+    assert opened.scheme == "int4"
+    assert opened.stored is not None
+    model = load_whisper(opened, torch.float32, torch.device("cpu"))
+    on_gpu = load_whisper(opened, torch.float16, torch.device("cpu"), quantizer("int4", opened.stored))
+    original = dict(open_checkpoint(folder).read())
+    for path, module in model.named_modules():
+        if not isinstance(module, torch.nn.Linear):
+            continue
+        stored, theirs = opened.stored(path), on_gpu.get_submodule(path)
+        assert isinstance(theirs, QuantizedLinear)
+        assert stored is not None
+        assert stored.bits == (8 if role(path) in report.kept else 4)
+        assert torch.equal(theirs.values, stored.values)
+        assert torch.equal(module.weight, dequantize(stored))  # on the CPU, the numbers that they stand for
+        assert float((module.weight - original[f"{path}.weight"]).norm() / module.weight.norm()) < 0.2
+    assert load(tmp_path / "int4", device="cpu").transcribe(babble(2.0), sample_rate=SECOND, vad=False).text
+    with pytest.raises(UsageError, match="in int4"):
+        load(tmp_path / "int4", device="cpu", precision="bf16")
+    with pytest.raises(UsageError, match="in int4 already"):
+        quantize("int4", catalog.Location(tmp_path / "int4"), tmp_path / "again", settings)
+
+
+def test_rounding_weights_leaves_them_as_they_were(whisper: WhisperCheckpoint) -> None:
+    network = load_whisper(whisper, torch.float32, torch.device("cpu"))
+    before = {name: value.clone() for name, value in network.state_dict().items()}
+    tokens = torch.tensor([[50258, 50259, 50359, 50363, 11, 12, 13]])
+    passages = [Passage(torch.randn(1, 80, 3000), tokens, 3)]
+    errors = measure_roles(network, passages, 4)
+    assert all(error > 0 for error in errors.values())
+    assert list(errors.values()) == sorted(errors.values(), reverse=True)
+    assert all(torch.equal(value, before[name]) for name, value in network.state_dict().items())

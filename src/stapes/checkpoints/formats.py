@@ -14,7 +14,9 @@ from typing import Any
 from torch import Tensor
 
 from stapes.errors import ModelError
+from stapes.kernels.quantization import Quantized
 from stapes.models.whisper import WhisperConfig
+from stapes.options import Precision
 
 EMBEDDING = "decoder.embedding.weight"
 """The largest weight of all. Readers yield it first, while little else is in memory."""
@@ -109,6 +111,7 @@ class WhisperCheckpoint:
     token embedding first.
     ``alignment_heads`` are (decoder layer, head) pairs whose cross-attention follows the speech; None: not known.
     ``suppress_tokens`` and ``begin_suppress_tokens`` are None where the format does not carry them.
+    ``scheme``, ``stored``: how it was quantised, and the path of a module → its weight, quantised; None: it was not.
     """
 
     name: str

@@ -15,8 +15,9 @@ from stapes.checkpoints.alignment import published_heads
 from stapes.checkpoints.ctranslate2 import open_ctranslate2
 from stapes.checkpoints.formats import EMBEDDING, WhisperCheckpoint
 from stapes.checkpoints.huggingface import open_huggingface
-from stapes.checkpoints.openai import open_openai
 from stapes.checkpoints.low_rank import base_of, is_adapter, with_adapter
+from stapes.checkpoints.openai import open_openai
+from stapes.checkpoints.quantized_folder import is_quantized, open_quantized
 from stapes.devices.memory import trim_heap
 from stapes.errors import ModelError
 from stapes.models.whisper import Whisper, sinusoids
@@ -57,14 +58,16 @@ def _open(path: Path, name: str | None, parts: list[Path] | None) -> WhisperChec
         return open_openai(path, name)
     if not path.is_dir():
         raise ModelError(f"{path} does not exist: give a model's name, its folder, or a .pt file")
-    if parts or (path / "model.bin").exists():
-        return open_ctranslate2(path, name, parts)
     if is_adapter(path):
         base = base_of(path)
         found = catalog.find(base)
         if found is None:
             raise ModelError(f"{path} adapts {base}, which is not on this machine: `stapes models pull {base}`")
         return with_adapter(_open(found.path, name or path.name, found.parts), path)
+    if parts or (path / "model.bin").exists():
+        return open_ctranslate2(path, name, parts)
+    if is_quantized(path):
+        return open_quantized(path, name)
     checkpoints = sorted(path.glob("*.pt"))
     if not (path / "config.json").exists() and len(checkpoints) == 1:
         return open_openai(checkpoints[0], name)

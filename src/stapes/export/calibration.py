@@ -11,8 +11,6 @@ import torch
 from onnx import ModelProto, TensorProto, helper
 
 from stapes.audio.features import SAMPLE_RATE
-from stapes.evaluation.corpora import Row
-from stapes.evaluation.peers import samples
 from stapes.export.int8 import Range, matrices, quantize_weight, rows_in_int8, tensor_in_uint8
 from stapes.export.weights import read_graphs, to_array
 from stapes.inference.onnx_session import CPU, runtime
@@ -35,17 +33,6 @@ _QUIET = 1e-2
 
 _TOGETHER = 24
 """Tensors that are fetched in one run, to bound memory."""
-
-
-def made_up_sound(seconds: int = 12) -> np.ndarray:
-    """Noise whose colour and loudness change: where there is no speech at hand."""
-    generator = np.random.default_rng(0)
-    pieces = []
-    for _ in range(seconds * 5):
-        time = np.arange(SAMPLE_RATE // 5) / SAMPLE_RATE
-        pitch, loudness = generator.uniform(90, 2500), generator.uniform(0.01, 0.3)
-        pieces.append(loudness * (np.sin(2 * np.pi * pitch * time) + 0.3 * generator.standard_normal(len(time))))
-    return np.concatenate(pieces).astype(np.float32)
 
 
 def record(recognizer: Recognizer, clips: Iterable[np.ndarray]) -> dict[str, list[Feeds]]:
@@ -77,13 +64,6 @@ def _listener(kept: list[Feeds], every: int) -> Callable[[Mapping[str, Any]], No
         calls += 1
 
     return listen
-
-
-def speech(rows: Sequence[Row]) -> Iterable[np.ndarray]:
-    """The sound of rows of a manifest, read one by one."""
-    for row in rows:
-        end = None if row.end is None else round(row.end * SAMPLE_RATE)
-        yield samples(row.audio)[round(row.start * SAMPLE_RATE) : end]
 
 
 class Calibration:

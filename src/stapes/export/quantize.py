@@ -1,4 +1,4 @@
-"""``stapes quantize``: an exported model with 8-bit weights, and what that costs in words."""
+"""``stapes quantize``: a model with weights of fewer bits, and what that costs in words."""
 
 from __future__ import annotations
 
@@ -12,16 +12,20 @@ from typing import Any, Literal
 
 from stapes.audio.features import SAMPLE_RATE
 from stapes.checkpoints import catalog
+from stapes.checkpoints.load import model_type, open_checkpoint
 from stapes.checkpoints.onnx_folder import MANIFEST, WEIGHTS, OnnxFolder, is_onnx, read_onnx_folder
 from stapes.errors import ModelError, UsageError
 from stapes.evaluation.corpora import Row, open_corpus
 from stapes.evaluation.normalizers import choose, normalize
 from stapes.evaluation.scoring import word_errors
 from stapes.export.onnx import export_onnx, require
+from stapes.export.sound import made_up_sound, speech
 from stapes.export.target import RECORD, check_target, export_target
+from stapes.inference.ctc_open import CTC_KINDS
 from stapes.recognizer import Recognizer, load
 
-Scheme = Literal["int8", "int8-static"]
+Scheme = Literal["int8", "int8-static", "int8-weights", "int4"]
+"""The first two are for ONNX Runtime, with activations in 8 bits too; the others, weights only, for GPUs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +34,8 @@ class QuantizeSettings:
 
     manifest: a corpus (`evaluation.corpora.open_corpus`) that words are counted on, its first ``limit`` rows.
     calibration: one whose first ``calibration_rows`` rows show which layers suffer; None: the manifest's last ones, or
-    made-up sound. sensitive: a layer whose output errs by more than this share of its size stays in float32.
+    made-up sound. sensitive: a layer whose output errs by more than this share of its size stays in float32; in int4, a
+    kind of layer that more than this share of all errors comes from keeps 8 bits.
     max_wer_change: in points, absolute. full_range: weights to ±127, for CPUs with VNNI only.
     """
 
@@ -56,7 +61,10 @@ class Words:
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizeReport:
-    """What was made. ``errors``: weight → the error of its products, the worst first. ``kept``: those left alone."""
+    """What was made. ``errors``: weight → the error of its products, the worst first. ``kept``: those left alone.
+
+    Of weights for GPUs, ``errors`` are those of kinds of layers, and ``kept`` are those in 8 bits.
+    """
 
     folder: str
     model: str
@@ -85,16 +93,18 @@ def quantize(
     settings: QuantizeSettings,
     note: Callable[[str], None] = lambda _: None,
 ) -> QuantizeReport:
-    """Write a model's graphs with 8-bit weights into ``folder``, whole or not at all.
+    """Write a model with weights of fewer bits into ``folder``, whole or not at all.
 
-    A model that is not exported is exported first. Raises ModelError where words suffer more than ``max_wer_change``,
+    Graphs that are not there yet are exported first. Raises ModelError where words suffer more than ``max_wer_change``,
     UsageError, OutputError.
     """
-    require("onnx", "onnxruntime")
     check_target(folder, location.path)
     rows = open_corpus(settings.manifest).rows if settings.manifest is not None else []
     if settings.manifest is not None and not rows:
         raise UsageError(f"--manifest {settings.manifest} has no rows: name one that has")
+    if settings.scheme in ("int8-weights", "int4"):
+        return _quantize_weights(name, location, folder, settings, rows, note)
+    require("onnx", "onnxruntime")
     with tempfile.TemporaryDirectory() as place:
         source = location.path
         if not is_onnx(source):
@@ -125,6 +135,46 @@ def quantize(
     return report
 
 
+def _quantize_weights(
+    name: str,
+    location: catalog.Location,
+    folder: Path,
+    settings: QuantizeSettings,
+    rows: Sequence[Row],
+    note: Callable[[str], None],
+) -> QuantizeReport:
+    from stapes.export.weight_only import write_weights
+
+    if is_onnx(location.path) or model_type(location.path) in CTC_KINDS:
+        raise UsageError(f"--scheme {settings.scheme} is for Whispers that are not exported: {name} is none")
+    checkpoint = open_checkpoint(location.path, name, location.parts)
+    if checkpoint.scheme is not None:
+        raise UsageError(f"{name} is in {checkpoint.scheme} already: quantise the original")
+    heard = _calibration_rows(settings, rows)
+    if not heard:
+        note("no recordings are given with --calibrate or --manifest: layers are judged by made-up sound")
+    source = name if location.parts else location.path
+    with export_target(folder) as temporary, load(source, device="cpu", offline=True) as original:
+        clips = list(speech(heard)) if heard else [made_up_sound()]
+        errors, kept, size, before = write_weights(
+            checkpoint, original, clips, temporary, settings.scheme, settings.sensitive, note
+        )
+        report = QuantizeReport(
+            folder=str(folder),
+            model=name,
+            scheme=settings.scheme,
+            bytes=size,
+            source_bytes=before,
+            errors=errors,
+            kept=kept,
+        )
+        if rows:
+            with load(temporary, device="cpu") as smaller:
+                report = _compare(report, original, smaller, rows[: settings.limit], note)
+            _refuse_beyond(report, settings)
+    return report
+
+
 def _calibration_rows(settings: QuantizeSettings, rows: Sequence[Row]) -> Sequence[Row]:
     if settings.calibration is not None:
         return open_corpus(settings.calibration, limit=settings.calibration_rows).rows
@@ -141,7 +191,7 @@ def _write(
     rows: Sequence[Row],
     note: Callable[[str], None],
 ) -> tuple[OnnxFolder, dict[str, float]]:
-    from stapes.export.calibration import Calibration, made_up_sound, record, speech
+    from stapes.export.calibration import Calibration, record
     from stapes.export.cpu import SUFFIX, fuse_int8
     from stapes.export.int8 import FULL, REDUCED, Rewriter, matrices
     from stapes.export.weights import WeightsFile, read_graphs
@@ -183,8 +233,6 @@ def _size(folder: Path) -> int:
 def _compare(
     report: QuantizeReport, before: Recognizer, after: Recognizer, rows: Sequence[Row], note: Callable[[str], None]
 ) -> QuantizeReport:
-    from stapes.export.calibration import speech
-
     note(f"counting words of {len(rows)} recordings, with fp32 and with {report.scheme}")
     recognizers, clips = (before, after), list(speech(rows))
     errors, seconds = [0, 0], [0.0, 0.0]

@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from stapes.devices.backend import Device
+from stapes.errors import UsageError
 from stapes.kernels import quantization
 from stapes.kernels.quantization import GROUPS, Quantized, quantize_int4, quantize_int8
 from stapes.kernels.quantized_linear import quantized_linear
@@ -134,13 +136,33 @@ class QuantizedEncoderLayer:
         self.down(self.up(x, gelu=True), residual=x)
 
 
+def stored_precision(name: str, scheme: Precision | None, asked: Precision, device: Device) -> Precision:
+    """The precision of a model that may have been quantised beforehand: its own on a GPU, fp32 on the CPU.
+
+    Raises UsageError where another was asked for.
+    """
+    if scheme is None:
+        return asked
+    on_cpu = device.backend == "cpu"
+    if asked not in ("auto", "fp32" if on_cpu else scheme):
+        raise UsageError(f"--precision {asked}: the weights of {name} are in {scheme}; leave --precision out")
+    return "fp32" if on_cpu else scheme
+
+
 def quantizes(precision: Precision) -> bool:
     """Whether a precision is one of this file's."""
     return precision in ("int8", "int4")
 
 
-def quantizer(precision: Precision) -> Callable[[Whisper, str], None] | None:
-    """What `load_whisper` calls for each module it has read, in a precision; None where weights stay as they are."""
+def quantizer(
+    precision: Precision, stored: Callable[[str], Quantized | None] | None = None
+) -> Callable[[Whisper, str], None] | None:
+    """What `load_whisper` calls for each module it has read, in a precision; None where weights stay as they are.
+
+    stored: weights that were quantised beforehand (`WhisperCheckpoint.stored`).
+    """
+    if stored is not None and quantizes(precision):
+        return partial(take_stored, stored=stored)
     return partial(quantize_module, bits=8 if precision == "int8" else 4) if quantizes(precision) else None
 
 
@@ -162,24 +184,42 @@ def bits_of(path: str, width: int, inputs: int, bits: int) -> int | None:
 
 def quantize_module(model: Whisper, path: str, bits: int) -> None:
     """Quantise the module at ``path``, if it is one that can be: `load_whisper` calls this as soon as it is read."""
-    module, (above, _, name) = model.get_submodule(path), path.rpartition(".")
-    decoder, width = model.decoder, model.config.width
+    module = model.get_submodule(path)
+    wanted = None
     if isinstance(module, nn.Linear):
-        wanted = bits_of(path, width, module.in_features, bits)
-        if wanted is None:
-            return
-        parent, weight = model.get_submodule(above), module.weight.detach()
-        quantized = quantize_int8(weight) if wanted == 8 else quantize_int4(weight)
-        setattr(parent, name, QuantizedLinear(quantized, module.bias))
-        if not isinstance(parent, MLP):
-            return
-        up, down = parent.up, parent.down
-        if isinstance(up, QuantizedLinear) and isinstance(down, QuantizedLinear):
-            owner, _, leaf = above.rpartition(".")
-            setattr(model.get_submodule(owner), leaf, QuantizedMLP(up, down))
-    elif isinstance(module, nn.Embedding) and module is decoder.embedding and bits_of(path, width, width, 8):
-        decoder.projection = QuantizedLinear(quantize_int8(module.weight.detach()), None)
+        wanted = bits_of(path, model.config.width, module.in_features, bits)
+    elif module is model.decoder.embedding:
+        wanted = bits_of(path, model.config.width, model.config.width, 8)
+    if wanted is not None:
+        weight = module.weight.detach()
+        _place(model, path, quantize_int8(weight) if wanted == 8 else quantize_int4(weight))
+
+
+def take_stored(model: Whisper, path: str, stored: Callable[[str], Quantized | None]) -> None:
+    """Put the weight that was quantised beforehand into the module at ``path``, where there is one."""
+    module = model.get_submodule(path)
+    quantized = stored(path) if isinstance(module, nn.Linear | nn.Embedding) else None
+    if quantized is not None:
+        _place(model, path, Quantized(*(tensor.to(module.weight.device) for tensor in quantized)))
+
+
+def _place(model: Whisper, path: str, quantized: Quantized) -> None:
+    """Put a quantised weight in the place of the module at ``path``."""
+    module, (above, _, name) = model.get_submodule(path), path.rpartition(".")
+    decoder = model.decoder
+    if module is decoder.embedding:
+        decoder.projection = QuantizedLinear(quantized, None)
         decoder.embedding = QuantizedEmbedding(decoder.projection, torch.float32)  # type: ignore[assignment]
+        return
+    assert isinstance(module, nn.Linear)
+    parent = model.get_submodule(above)
+    setattr(parent, name, QuantizedLinear(quantized, module.bias))
+    if not isinstance(parent, MLP):
+        return
+    up, down = parent.up, parent.down
+    if isinstance(up, QuantizedLinear) and isinstance(down, QuantizedLinear):
+        owner, _, leaf = above.rpartition(".")
+        setattr(model.get_submodule(owner), leaf, QuantizedMLP(up, down))
 
 
 def quantize(model: Whisper, precision: Precision) -> Whisper:
