@@ -82,6 +82,8 @@ class WhisperCpp:
         except ImportError as error:
             raise UsageError("whisper.cpp is not installed: pip install pywhispercpp") from error
         path = _converted(settings, "ggml", ".fp16.bin", write_ggml)
+        self._tokenizer = open_tokenizer(_checkpoint(settings), settings.model_dir)
+        self.work: dict[str, float] = {}
         where = resolve(settings.device)
         self.gpu = where.torch.index if where.backend != "cpu" else None
         given = settings.options
@@ -104,7 +106,10 @@ class WhisperCpp:
             segments = self._model.transcribe(
                 samples(path), n_processors=self._processors, language=language or "auto", translate=False
             )
-            yield path, " ".join(segment.text.strip() for segment in segments)
+            texts = [segment.text.strip() for segment in segments]
+            # It tells no tokens; those of its text, without timestamps.
+            self.work = {"tokens": sum(len(self._tokenizer.encode(f" {text}")) for text in texts)}
+            yield path, " ".join(texts)
 
     def close(self) -> None:
         """Let go of the model."""
@@ -121,17 +126,21 @@ def _converted(
     settings: PeerSettings, kind: str, suffix: str, write: Callable[[WhisperCheckpoint, Path], None]
 ) -> Path:
     """The model in another system's format: written into the cache once."""
-    location = catalog.find(settings.model, settings.model_dir)
-    if location is None:
-        raise ModelError(f"{settings.model} is not on this machine: `stapes models pull {settings.model}` first")
     label = settings.model.strip("/").replace("/", "--")
     path = catalog.default_folder().parent / "peers" / kind / f"{label}{suffix}"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_name(f".{path.name}.part")
-        write(open_checkpoint(location.path, settings.model, location.parts), partial)
+        write(_checkpoint(settings), partial)
         partial.replace(path)
     return path
+
+
+def _checkpoint(settings: PeerSettings) -> WhisperCheckpoint:
+    location = catalog.find(settings.model, settings.model_dir)
+    if location is None:
+        raise ModelError(f"{settings.model} is not on this machine: `stapes models pull {settings.model}` first")
+    return open_checkpoint(location.path, settings.model, location.parts)
 
 
 def _weights(checkpoint: WhisperCheckpoint) -> Iterator[tuple[str, Tensor]]:

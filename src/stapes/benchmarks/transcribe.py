@@ -21,8 +21,9 @@ from stapes.benchmarks.random_weights import load_random, without_judgement
 from stapes.benchmarks.records import Weights
 from stapes.benchmarks.rounds import Case, Contender
 from stapes.checkpoints import catalog
+from stapes.checkpoints.onnx_folder import is_onnx, read_onnx_folder
 from stapes.checkpoints.sizes import published_config
-from stapes.devices.backend import choose_dtype, resolve
+from stapes.devices.backend import Device, choose_dtype, resolve
 from stapes.errors import ModelError, StapesError, UsageError
 from stapes.evaluation.normalizers import choose, normalize
 from stapes.evaluation.peers import Peer, PeerSettings, open_peer
@@ -50,8 +51,8 @@ _COMPUTE_TYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "int
 class TranscribeBench:
     """What to measure. The matrix is every combination of the four lists.
 
-    ``peers``: NAME or NAME?OPTION=VALUE. ``random_tokens``: random weights of the size of ``model``, every window made
-    to write so many tokens; None: the real ones.
+    ``peers``: NAME or NAME?OPTION=VALUE; the option ``model`` is for those that cannot open ours. ``random_tokens``:
+    random weights of the size of ``model``, every window made to write so many tokens; None: the real ones.
     """
 
     model: str
@@ -82,21 +83,30 @@ class TranscribeBench:
         """The rows. Models stay loaded from one length to the next."""
         for device, precision, batch in product(self.devices, self.precisions, self.batch_sizes):
             where = resolve(device)
-            chosen: Precision = _PRECISIONS[choose_dtype(precision, where)]  # pyright: ignore[reportAssignmentType]
+            shown = self._shown(precision, where)
             with ExitStack() as loaded:
-                systems = _Loading(self, device, chosen, batch, loaded)
+                systems = _Loading(self, device, precision, shown, batch, loaded)
                 for recording in self.recordings:
                     yield Case(
                         {
                             "audio_seconds": recording.seconds,
                             "device": where.backend,
                             "device_name": where.name,
-                            "precision": chosen,
+                            "precision": shown,
                             "batch_size": batch,
                             "threads": self.threads or torch.get_num_threads(),
                         },
                         lambda recording=recording, systems=systems: systems.contenders(recording),
                     )
+
+    def _shown(self, precision: Precision, where: Device) -> str:
+        """The number format that a precision means for this model on a device."""
+        found = None if self.random_tokens is not None else catalog.find(self.model, self.model_dir)
+        if found is not None and is_onnx(found.path):
+            folder = read_onnx_folder(found.path)
+            return folder.scheme or _PRECISIONS[getattr(torch, folder.dtype)]
+        dtype = choose_dtype(precision, where)  # refuses what the device cannot do
+        return precision if precision in ("fp8", "int8", "int4") else _PRECISIONS[dtype]
 
 
 def describe_weights(
@@ -122,9 +132,12 @@ def describe_weights(
 class _Loading:
     """The systems of one device, precision and batch size: loaded at the first case, let go of after the last."""
 
-    def __init__(self, bench: TranscribeBench, device: str, precision: Precision, batch: int, stack: ExitStack) -> None:
+    def __init__(
+        self, bench: TranscribeBench, device: str, precision: Precision, shown: str, batch: int, stack: ExitStack
+    ) -> None:
         self._bench, self._device, self._stack = bench, device, stack
         self._precision: Precision = precision
+        self._shown = shown
         self._options = replace(bench.options, batch_size=batch)
         self._systems: list[tuple[Peer, str]] = []
 
@@ -162,25 +175,27 @@ class _Loading:
             threads=bench.threads,
             batch_size=self._options.batch_size,
         )
-        facts = ModelFacts(name=bench.model, precision=self._precision, device=recognizer.device.name)
+        facts = ModelFacts(name=bench.model, precision=self._shown, device=recognizer.device.name)
         return Stapes(recognizer, without_judgement(self._options), facts), ""
 
     def _peer(self, spec: str) -> tuple[Peer, str]:
         """The peer on the same model, device, number format, batch size and threads, unless its options say else."""
         system, extra = _parse(spec)
         shown = "&".join(f"{key}={value}" for key, value in sorted(extra.items()))
-        if system == "faster-whisper":
-            extra = {"compute_type": _COMPUTE_TYPES[self._precision], **extra}
-        elif system != "whisper.cpp":  # has one format only
-            extra = {"dtype": self._precision, **extra}
         bench = self._bench
+        model = extra.pop("model", bench.model)
+        precision = self._shown.partition("-")[0]
+        if system == "faster-whisper":
+            extra = {"compute_type": _COMPUTE_TYPES.get(precision, "default"), **extra}
+        elif system != "whisper.cpp":  # has one format only
+            extra = {"dtype": precision if precision in _PRECISIONS.values() else "fp32", **extra}
         if system in OTHER_PEERS:
             known, opener = OTHER_PEERS[system]
             if unknown := sorted(set(extra) - known):
                 raise UsageError(f"{system} has no option {unknown[0]!r}: it has {', '.join(sorted(known))}")
             device = "cuda" if self._device in ("rocm", "hip") else self._device
             settings = PeerSettings(
-                model=bench.model,
+                model=model,
                 extra=extra,
                 options=self._options,
                 device=device,
@@ -191,7 +206,7 @@ class _Loading:
             return opener(settings), shown
         query = "&".join(f"{key}={value}" for key, value in extra.items())
         peer = open_peer(
-            f"{system}:{bench.model}?{query}",
+            f"{system}:{model}?{query}",
             options=self._options,
             device=self._device,
             threads=bench.threads,
@@ -208,6 +223,7 @@ class _Loading:
             return {
                 "words": float(len(text.split())),
                 "wer": None if is_random else _wer(recording.text, text, language),
+                **getattr(system, "work", {}),
             }
 
         return Contender(

@@ -97,12 +97,12 @@ def transcribe(
     devices:
         Separated by commas: cpu, cuda, cuda:1. cuda means AMD GPUs too.
     precisions:
-        Separated by commas: fp32, fp16, bf16, or auto, what suits the device.
+        Separated by commas: fp32, fp16, bf16, int8, or auto, what suits the device.
     batch_sizes:
         Windows decoded together, separated by commas.
     peer:
         A system to measure beside ours, again for more: faster-whisper, transformers, whisper.cpp, openai-whisper,
-        each with ?OPTION=VALUE if wanted.
+        each with ?OPTION=VALUE if wanted, such as ?compute_type=int8; ?model=base where it cannot open our MODEL.
     rounds:
         How often each system runs.
     threads:
@@ -183,6 +183,9 @@ def _line(row: CaseRow) -> str:
         line = f"  {system.system} {system.options}".rstrip() + f": {spread(system.wall_seconds)} s"
         line += f", {case['audio_seconds'] / system.wall_seconds.median:.1f} × real time"
         line += "" if wer is None else f", WER {100 * wer:.2f} %"
+        counts = {what: system.figures.get(what) for what in ("windows", "tokens")}
+        work = [f"{count:.0f} {what}" for what, count in counts.items() if count is not None]
+        line += f" ({', '.join(work)})" if work else ""
         if place in ratios:
             line += f"; stapes is {spread(ratios[place], lambda value: f'{value:.2f}')} × as fast"
         lines.append(line)

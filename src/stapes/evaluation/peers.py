@@ -46,7 +46,10 @@ _PRECISIONS = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "int8":
 
 
 class Peer(Protocol):
-    """A loaded recogniser. ``system`` is what results call it; ``gpu`` is the number of the GPU it runs on, or None."""
+    """A loaded recogniser. ``system`` is what results call it; ``gpu`` is the number of the GPU it runs on, or None.
+
+    Those that can tell have ``work``: the ``windows`` and ``tokens`` of the recording that was yielded last.
+    """
 
     system: str
     facts: ModelFacts
@@ -153,6 +156,7 @@ class FasterWhisper:
             ),
         )
         self.gpu = int(index or 0) if model.model.device == "cuda" else None
+        self.work: dict[str, float] = {}
         self.facts = ModelFacts(
             name=settings.model,
             path=str(location) if location else None,
@@ -188,7 +192,11 @@ class FasterWhisper:
         """One after the other."""
         for path in paths:
             try:
-                segments, _ = self._transcribe(samples(path), language=language, **self._arguments)
+                segments = list(self._transcribe(samples(path), language=language, **self._arguments)[0])
+                self.work = {
+                    "windows": len({segment.seek for segment in segments}),
+                    "tokens": sum(len(segment.tokens) for segment in segments),
+                }
                 yield path, "".join(segment.text for segment in segments).strip()
             except StapesError as error:
                 yield path, error

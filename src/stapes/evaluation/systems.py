@@ -9,7 +9,6 @@ import torch
 
 import stapes
 from stapes.checkpoints import catalog
-from stapes.devices.backend import choose_dtype
 from stapes.errors import ModelError, StapesError, UsageError
 from stapes.evaluation.peers import Peer, is_peer, open_peer
 from stapes.evaluation.results import ModelFacts
@@ -20,6 +19,14 @@ from stapes.recognizer import Recognizer
 _PRECISIONS = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
+def precision_of(recognizer: Recognizer, asked: Precision) -> str:
+    """The number format that a recogniser runs in, which was loaded with ``--precision`` so."""
+    folder = getattr(getattr(recognizer.engine, "model", None), "folder", None)
+    if folder is not None and folder.scheme is not None:  # an exported model says itself what it is
+        return folder.scheme
+    return asked if asked in ("fp8", "int8", "int4") else _PRECISIONS[recognizer.engine.dtype]
+
+
 class Stapes:
     """Our recogniser as one of the systems: the same engine, options and batches as ``stapes transcribe``."""
 
@@ -27,6 +34,7 @@ class Stapes:
 
     def __init__(self, recognizer: Recognizer, options: TranscribeOptions, facts: ModelFacts) -> None:
         self._recognizer, self._options, self.facts = recognizer, options, facts
+        self.work: dict[str, float] = {}
         device = recognizer.device.torch
         self.gpu: int | None = device.index if device.type == "cuda" else None
 
@@ -37,6 +45,10 @@ class Stapes:
         for transcript in self._recognizer.transcribe_many(paths, replace(self._options, language=language)):
             assert transcript.path is not None
             error = transcript.error
+            self.work = {
+                "windows": len({segment.seek for segment in transcript.segments}),
+                "tokens": sum(len(segment.tokens) for segment in transcript.segments),
+            }
             yield transcript.path, transcript.text.strip() if error is None else ModelError(error)
 
     def close(self) -> None:
@@ -56,6 +68,7 @@ def open_system(
     model_dir: str | None = None,
     offline: bool = False,
     progress: Progress | None = None,
+    adapter: str | None = None,
     draft: str | None = None,
     draft_tokens: int = 5,
 ) -> Peer:
@@ -65,10 +78,11 @@ def open_system(
     """
     options = options or TranscribeOptions()
     if is_peer(name):
+        if adapter is not None:
+            raise UsageError(f"--adapter is for our own models, and {name} is a peer: leave it out")
         if draft is not None:
             raise UsageError(f"--draft is for our own models, and {name} is a peer: leave it out")
         return open_peer(name, options=options, device=device, threads=threads, model_dir=model_dir, offline=offline)
-    adapter: str | None = None,
     recognizer = stapes.load(
         name,
         device=device,
@@ -78,10 +92,9 @@ def open_system(
         threads=threads,
         model_dir=model_dir,
         offline=offline,
-        if adapter is not None:
-            raise UsageError(f"--adapter is for our own models, and {name} is a peer: leave it out")
         language=options.language,
         progress=progress,
+        adapter=adapter,
         draft=draft,
         draft_tokens=draft_tokens,
     )
@@ -89,12 +102,11 @@ def open_system(
     facts = ModelFacts(
         name=recognizer.name,
         path=str(location.path) if location else None,
-        precision=_PRECISIONS[choose_dtype(precision, recognizer.device)],
+        precision=precision_of(recognizer, precision),
         device=recognizer.device.name,
         parameters=recognizer.family.parameters,
     )
     return Stapes(recognizer, options, facts)
-        adapter=adapter,
 
 
 def weights_size(name: str, model_dir: str | None = None) -> int | None:
