@@ -16,6 +16,7 @@ from stapes.checkpoints.load import open_checkpoint
 from stapes.checkpoints.tokenizer import open_tokenizer
 from stapes.data.batching import TrainingData
 from stapes.data.manifest import Manifest
+from stapes.data.windows import Window
 from stapes.errors import UsageError
 from stapes.text.tokenizers import WhisperTokenizer
 from stapes.training.config import LabelOptions
@@ -180,6 +181,10 @@ def test_windows_are_as_long_as_their_longest(tokenizer: WhisperTokenizer, tmp_p
     assert batch.samples == 30 * 16_000
     assert batch.padded_seconds == 60.0
     assert np.isclose(batch.seconds, 2.4)
+    # What processes hand over fits into as little as that: a second of each, where whole windows would be 30.
+    window = Window(30.0, manifest, 1 / 3)
+    assert window.filled(manifest, 1.0) == pytest.approx((4 / 3) * (2.2 / 30))
+    assert Window(1.5, None, 0.0).filled(manifest, 0.5) == 1.0
 
 
 def test_scores_tell_languages_apart_and_add_up() -> None:

@@ -232,6 +232,9 @@ class TrainingData:
         self.skipped_count = 0
         self._reader = _Reader(manifest, tokenizer, augment, seed, window)
         self._workers, self._prefetch = workers, prefetch
+        # Windows travel only as long as their longest, with rehearsal's rows beside the manifest's own.
+        slowest = 1.0 if augment is None else min(augment.speeds)
+        self._filled = 1.0 if window is None else window.filled(manifest, slowest)
         self._pin = torch.cuda.is_available() if pin_memory is None else pin_memory
         self._state = self.sampler.state_dict()
         self._batches: Iterator[Batch] | None = None
@@ -303,6 +306,7 @@ class TrainingData:
         if not self._workers or not _SHARED_MEMORY.is_dir():
             return self._workers, self._prefetch
         largest = max(bucket.rows * bucket.samples * 4 for bucket in self.sampler.buckets)
+        largest = round(largest * self._filled)
         room = int(_SHARED_FRACTION * shutil.disk_usage(_SHARED_MEMORY).free / largest)
         # Each process has one batch more in work than it has read ahead.
         prefetch = max(1, min(self._prefetch, room // self._workers - 1))

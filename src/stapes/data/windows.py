@@ -45,6 +45,12 @@ class Window(NamedTuple):
             )
         return speed
 
+    def filled(self, manifest: Manifest, slowest: float) -> float:
+        """Samples that the largest batch has on its way to the network, as a share of those of whole windows of the
+        manifest's own rows. slowest: the lowest speed that utterances are played at."""
+        longest = max(float(each.durations.max()) for each in (manifest, self.rehearsal) if each is not None) / slowest
+        return (1 + self.ratio) * min(1.0, (longest + 1) / self.seconds)
+
     def samples(self, reads: Sequence[np.ndarray]) -> int:
         """What a batch of these recordings is padded to on its way to the network: whole seconds, few shapes."""
         longest = -(-max(map(len, reads), default=1) // SAMPLE_RATE) * SAMPLE_RATE
