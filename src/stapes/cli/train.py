@@ -20,7 +20,10 @@ if TYPE_CHECKING:
     from stapes.training.config import TrainConfig
     from stapes.training.trainer import Result
 
-_RECIPES = "ctc, attention, hybrid, wav2vec2, pretrain, pretrain_large, whisper_ctc, words or commands."
+_RECIPES = (
+    "ctc, attention, hybrid, wav2vec2, adapter, pretrain, pretrain_large, whisper, whisper_lora, whisper_ctc, distill, "
+    "distill_ctc, words or commands."
+)
 
 _USELESS_WER = 0.9
 
@@ -47,6 +50,7 @@ def train(
 
         stapes train ctc --train corpus/train.jsonl.gz --dev corpus/dev.jsonl.gz -o runs/mine
         stapes train whisper_ctc --train … --dev … -o runs/tiny --set model.init=tiny.en
+        stapes train whisper_lora --train … --dev … -o runs/mine --set model.init=base
         stapes train ctc --config run.toml --dry-run --gpus 8 --gpu-memory 192
         torchrun --nproc-per-node 8 -m stapes train ctc --config run.toml --parallel dp=2,fsdp=4
 
