@@ -68,10 +68,13 @@ def window_moments(waveform: Tensor, lengths: Tensor | None = None, kernel: int 
     has to begin where the first window would that this one does not hold.
     """
     batch, samples = waveform.shape
+    limit = torch.full((batch,), samples, device=waveform.device) if lengths is None else lengths
+    if kernel == stride == 1:  # single samples: as products of matrices their sums are one long row for a GPU
+        real = zero_padding(waveform.double(), lengths)
+        return Moments(limit.double(), real.sum(1, keepdim=True), real.square().sum(1)[:, None, None])
     if samples < kernel:
         waveform = torch.nn.functional.pad(waveform, (0, kernel - samples))
     windows = waveform.double().unfold(1, kernel, stride)
-    limit = torch.full((batch,), samples, device=waveform.device) if lengths is None else lengths
     count = ((limit - kernel) // stride + 1).clamp(min=0)
     windows = zero_padding(windows, count)
     return Moments(count.double(), windows.sum(1), windows.transpose(1, 2) @ windows)
