@@ -22,6 +22,8 @@ from stapes.errors import UsageError
 from stapes.options import TranscribeOptions
 from stapes.progress import Progress, Silent
 
+_TELL_FILES = 100_000
+
 
 def run_job(
     inputs: Sequence[str],
@@ -56,20 +58,20 @@ def run_job(
         raise UsageError(f"{out} is a URL: name a folder here or on a shared file system, and copy it when it is done")
     if job.part.count > 1 and (job.force or job.add):
         raise UsageError("--force and --add change the whole plan: give them without --shard-count")
+    if make_spec is None:
+        from stapes.bulk.model import open_spec as make_spec  # it takes PyTorch to import
+    spec = make_spec(
+        model,
+        settings,
+        progress,
+        options=options,
+        decoders=job.decoders or 1,
+        decode_patience=job.decode_seconds,
+        max_seconds=job.max_seconds,
+    )
     store = Store(out)
     store.make()
     with store.held(job.part):
-        if make_spec is None:
-            from stapes.bulk.model import open_spec as make_spec  # it takes PyTorch to import
-        spec = make_spec(
-            model,
-            settings,
-            progress,
-            options=options,
-            decoders=job.decoders or 1,
-            decode_patience=job.decode_seconds,
-            max_seconds=job.max_seconds,
-        )
         if job.force:
             store.clear()
         absolute = [_absolute(name) for name in inputs]
@@ -81,6 +83,7 @@ def run_job(
             shard_seconds=3600 * job.shard_hours,
             shard_files=job.shard_files,
             add=job.add,
+            listed=_Listed(progress),
         )
         if plan.repeated:
             progress.note(f"{plan.repeated:,} recordings are listed more than once: each is transcribed once")
@@ -99,6 +102,18 @@ def run_job(
         )
         driver.run()
         return {"out": str(store.folder), **report.to_dict("stopped" if is_stopped() else "finished")}
+
+
+class _Listed:
+    """Says how many recordings were found, now and then."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress, self._files = progress, 0
+
+    def __call__(self, files: int, seconds: float) -> None:
+        self._files += files
+        if self._files % _TELL_FILES == 0:
+            self._progress.note(f"{self._files:,} recordings listed")
 
 
 def _absolute(name: str) -> str:

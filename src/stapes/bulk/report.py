@@ -20,6 +20,9 @@ FORMAT = "stapes-bulk-status-1"
 _EVERY = 2.0
 """Seconds between two versions of the file."""
 
+_SAY_EVERY = 60.0
+"""Seconds between two notes of what the listener does not see."""
+
 _WINDOW = 60.0
 """Seconds that the present speed is taken over."""
 
@@ -75,7 +78,8 @@ class Report:
         self._started = clock()
         self._began = time.time()
         self._first: float | None = None
-        self._written = -_EVERY
+        self._written = self._started - _EVERY
+        self._said = self._started
         self._told = 0.0
         self._told_total = 0.0
 
@@ -171,9 +175,7 @@ class Report:
     def to_dict(self, state: str = "running", said: str | None = None) -> dict[str, Any]:
         """Everything, as JSON."""
         rate = self.mean_rate()
-        errors = Counter(self.done.errors)
-        for each in self._running.values():
-            errors.update(each.errors)
+        errors = self.errors()
         workers = [
             {
                 "name": name,
@@ -222,9 +224,32 @@ class Report:
         if seconds != self._told:
             self._listener.advance(seconds - self._told)
             self._told = seconds
-        if self._clock() - self._written >= _EVERY:
-            self._written = self._clock()
+        now = self._clock()
+        if now - self._said >= _SAY_EVERY:
+            self._said = now
+            self._listener.note(self._line())
+        if now - self._written >= _EVERY:
+            self._written = now
             store.write_status(self.part, self.to_dict())
+
+    def _line(self) -> str:
+        """Workers and errors, in words."""
+        workers = []
+        for name, line in list(self._lines.items())[:16]:
+            rate = self.rate(name)
+            workers.append(f"{name} {line.state}" if rate is None else f"{name} {rate:.1f} ×")
+        more = f" and {len(self._lines) - 16} more" if len(self._lines) > 16 else ""
+        errors = self.errors()
+        kinds = ", ".join(f"{count:,} {kind}" for kind, count in errors.most_common(5))
+        failed = f"; {sum(errors.values()):,} failed: {kinds}" if errors else ""
+        return f"{self.shards_done:,} of {self.shards:,} shards; {', '.join(workers)}{more}{failed}"
+
+    def errors(self) -> Counter[str]:
+        """Kinds of errors so far, also in shards that are not written."""
+        errors = Counter(self.done.errors)
+        for each in self._running.values():
+            errors.update(each.errors)
+        return errors
 
     def end(self, state: str, store: Store, said: str | None = None) -> None:
         """The run is over."""
