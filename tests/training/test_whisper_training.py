@@ -200,6 +200,17 @@ def test_going_on_makes_the_same_steps(adapted: bool, whisper: Path, manifest: P
     assert losses_of(tmp_path / "whole") == losses_of(tmp_path / "parts")
 
 
+def test_layers_that_are_computed_again_change_nothing(whisper: Path, manifest: Path, tmp_path: Path) -> None:
+    found = []
+    for again in (False, True):
+        config = whisper_config(tmp_path / str(again), whisper, manifest, steps=2)
+        config.model.dropout = config.model.decoder_dropout = 0.1
+        config.run.checkpoint_layers = again
+        trainer, _ = trained(config)
+        found.append(trainer.optimizer.weights())
+    torch.testing.assert_close(found[0], found[1], rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("name", "value", "said"),
     [

@@ -7,7 +7,7 @@ W x + scale · B (A x). B begins as zeros, so that an adapted network begins as 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -61,19 +61,9 @@ def add_low_rank(
     return paths
 
 
-def adapter_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Those of a network's weights, by name, that are adapters'."""
-    return {name: tensor for name, tensor in weights.items() if is_adapter_name(name)}
-
-
 def is_adapter_name(name: str) -> bool:
     """Whether a parameter of this name is an adapter's."""
     return name.rpartition(".")[2] in (DOWN, UP)
-
-
-def has_low_rank(names: Iterable[str]) -> bool:
-    """Whether a network with parameters of these names is adapted."""
-    return any(map(is_adapter_name, names))
 
 
 def merge(weight: Tensor, down: Tensor, up: Tensor, scale: float) -> Tensor:
