@@ -59,8 +59,9 @@ class ModelSettings:
     """Which models are served, and on what."""
 
     model: tuple[str, ...] = ()
-    """Model to serve: name, folder or .pt file. Repeat for several; the first answers to OpenAI's names. Default: what
-    suits the device. Nothing is ever downloaded: `stapes models pull` first."""
+    """Model to serve: name, folder (of a LoRA adapter too, which finds its base) or .pt file. Repeat for several; the
+    first answers to OpenAI's names. Default: what suits the device. Nothing is ever downloaded: `stapes models pull`
+    first."""
 
     alias: tuple[str, ...] = ()
     """NAME=MODEL: a further name that clients may call a model by."""
