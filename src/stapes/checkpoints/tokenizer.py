@@ -17,16 +17,21 @@ def open_tokenizer(checkpoint: WhisperCheckpoint, model_dir: str | Path | None =
 
 
 def find_tokenizer(checkpoint: WhisperCheckpoint, model_dir: str | Path | None = None) -> tuple[Path, WhisperTokenizer]:
-    """The file of the tokenizer, and what is in it. Raises ModelError where there is none that fits.
+    """The file of the tokenizer, and what is in it. Raises ModelError where there is none that fits."""
+    file, tokenizer = _find(checkpoint, model_dir)
+    tokenizer.reused = dict(checkpoint.language_tokens)
+    return file, tokenizer
+
+
+def _find(checkpoint: WhisperCheckpoint, model_dir: str | Path | None) -> tuple[Path, WhisperTokenizer]:
+    """Its own, or one that is lent.
 
     openai/whisper's ``.pt`` files come without one. English-only models, those with 99 languages and those with 100
     each share theirs, so any model of the same kind on this machine can lend it.
     """
     vocab_size = checkpoint.config.vocab_size
     if checkpoint.tokenizer is not None and checkpoint.path.is_dir():
-        tokenizer = WhisperTokenizer.from_file(checkpoint.tokenizer, vocab_size=vocab_size)
-        tokenizer.reused = dict(checkpoint.language_tokens)
-        return checkpoint.tokenizer, tokenizer
+        return checkpoint.tokenizer, WhisperTokenizer.from_file(checkpoint.tokenizer, vocab_size=vocab_size)
     if checkpoint.tokenizer is not None:  # beside a .pt, where it may belong to another one
         tokenizer = WhisperTokenizer.from_file(checkpoint.tokenizer, vocab_size=vocab_size)
         if not _fits(tokenizer, checkpoint):
