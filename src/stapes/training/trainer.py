@@ -170,7 +170,8 @@ class Trainer:
         """One step."""
         step = self.step
         device = self.device
-        units = torch.tensor(sum(map(self.objective.units, batches)), dtype=torch.float32, device=device)
+        # Filled, not copied: the host would wait for the step before.
+        units = torch.full((), sum(map(self.objective.units, batches)), dtype=torch.float32, device=device)
         self.processes.sum(units)
         losses = self._gradients(batches, units)
         if losses is None:
@@ -350,12 +351,13 @@ class Trainer:
         """Whether the run is to end here. Several processes agree on it now and then."""
         limit = self.config.run.max_minutes
         late = limit is not None and self.seconds > 60 * limit
+        if self.processes.world_size == 1:  # nobody to agree with, nor to wait for
+            self._stopped = stop()
+            return self._stopped or late
+        if self.step % self.config.run.log_every:
+            return False
         wants = torch.tensor([float(stop()), float(late)], device=self.device)
-        if self.processes.world_size > 1:
-            if self.step % self.config.run.log_every:
-                return False
-            self.processes.sum_all(wants)
-        self._stopped, late = (bool(each) for each in wants.tolist())
+        self._stopped, late = (bool(each) for each in self.processes.sum_all(wants).tolist())
         return self._stopped or late
 
     def _evaluate(self) -> bool:
