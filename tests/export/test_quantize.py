@@ -214,7 +214,8 @@ def test_four_bit_weights_are_the_ones_that_were_judged(tmp_path: Path) -> None:
         assert torch.equal(theirs.values, stored.values)
         assert torch.equal(module.weight, dequantize(stored))  # on the CPU, the numbers that they stand for
         assert float((module.weight - original[f"{path}.weight"]).norm() / module.weight.norm()) < 0.2
-    assert load(tmp_path / "int4", device="cpu").transcribe(babble(2.0), sample_rate=SECOND, vad=False).text
+    with load(tmp_path / "int4", device="cpu") as recognizer:
+        assert torch.equal(recognizer.engine.encode([babble(1.0)])[0], recognizer.engine.encode([babble(1.0)])[0])
     with pytest.raises(UsageError, match="in int4"):
         load(tmp_path / "int4", device="cpu", precision="bf16")
     with pytest.raises(UsageError, match="in int4 already"):

@@ -23,13 +23,16 @@ from stapes.checkpoints.load import load_whisper
 from stapes.checkpoints.quantized_folder import WEIGHTS, write_quantized
 from stapes.kernels.quantization import GROUPS, dequantize, quantize_int4, quantize_int8
 from stapes.models.whisper import Whisper
-from stapes.options import Precision
+from stapes.options import Precision, TranscribeOptions
 from stapes.recognizer import Recognizer
 
 BITS: Mapping[str, int] = {"int8-weights": 8, "int4": 4}
 """Schemes of this file, and the fewest bits that a weight has in each."""
 
 EMBEDDING = "decoder.embedding"
+
+_ONCE = TranscribeOptions(vad=False, without_timestamps=True, temperature_increment_on_fallback=None)
+"""Likely words are enough."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,7 @@ def listen(recognizer: Recognizer, clips: Sequence[np.ndarray]) -> list[Passage]
     out = []
     for pcm in clips:
         window = pcm[:WINDOW_SAMPLES]
-        transcript = recognizer.transcribe(window, sample_rate=SAMPLE_RATE, vad=False, without_timestamps=True)
+        transcript = recognizer.transcribe(window, _ONCE, sample_rate=SAMPLE_RATE)
         language = transcript.language if tokenizer.is_multilingual else None
         start = tokenizer.start_sequence(language, "transcribe", without_timestamps=True)
         text = [token for segment in transcript.segments for token in segment.tokens if token < tokenizer.eot]

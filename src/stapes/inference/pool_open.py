@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from stapes.checkpoints.catalog import Location
 from stapes.checkpoints.huggingface import open_huggingface
@@ -39,7 +40,10 @@ def threads_of_each(names: Sequence[str], threads: int | None) -> int | None:
 
 
 def open_pool(
-    name: str, location: Location, openers: Sequence[tuple[str, Callable[[], Engine]]], model_dir: str | None = None
+    name: str,
+    location: Location,
+    openers: Sequence[tuple[str, Callable[[], Engine]]],
+    model_dir: str | Path | None = None,
 ) -> tuple[WhisperFamily, Device, Callable[[], None]]:
     """The family of a model whose engines ``openers`` make; what to call its devices; and what ends its processes.
 

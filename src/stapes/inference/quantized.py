@@ -191,6 +191,7 @@ def quantize_module(model: Whisper, path: str, bits: int) -> None:
     elif module is model.decoder.embedding:
         wanted = bits_of(path, model.config.width, model.config.width, 8)
     if wanted is not None:
+        assert isinstance(module, nn.Linear | nn.Embedding)
         weight = module.weight.detach()
         _place(model, path, quantize_int8(weight) if wanted == 8 else quantize_int4(weight))
 
@@ -198,8 +199,7 @@ def quantize_module(model: Whisper, path: str, bits: int) -> None:
 def take_stored(model: Whisper, path: str, stored: Callable[[str], Quantized | None]) -> None:
     """Put the weight that was quantised beforehand into the module at ``path``, where there is one."""
     module = model.get_submodule(path)
-    quantized = stored(path) if isinstance(module, nn.Linear | nn.Embedding) else None
-    if quantized is not None:
+    if isinstance(module, nn.Linear | nn.Embedding) and (quantized := stored(path)) is not None:
         _place(model, path, Quantized(*(tensor.to(module.weight.device) for tensor in quantized)))
 
 
