@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,18 @@ import torch
 from made_corpus import trained, write_corpus
 from mesh_work import CONFORMER, TOKENS, WAV2VEC2, config_of
 
+from stapes.devices.backend import AttentionKernels, resolve
 from stapes.errors import UsageError
 from stapes.models.conformer import ConformerConfig
 from stapes.models.ctc_head import CTC, CTCConfig
 from stapes.models.wav2vec2 import Wav2Vec2
+from stapes.progress import Silent
+from stapes.training import setup
 from stapes.training.config import ParallelOptions, TrainConfig
 from stapes.training.mesh import MeshSizes, apply_mesh, mesh_sizes, parse_mesh
 from stapes.training.mesh_rules import check_mesh
 from stapes.training.objectives import Objective, SpectrogramObjective, Wav2Vec2Objective
+from stapes.training.parallel import Processes
 from stapes.training.pipeline import spread_layers
 
 HERE = Path(__file__).parent
@@ -146,6 +151,28 @@ def test_what_a_network_cannot_do_is_refused() -> None:
     config.run.fp8 = True
     with pytest.raises(UsageError, match="does not go with tp"):
         check_mesh(wav2vec2(), config, MeshSizes(tp=2))
+
+
+@pytest.mark.parametrize(
+    ("chosen", "usable", "expected"),
+    [
+        ("flash", ("flash", "efficient", "math"), None),
+        ("math", ("math",), "attention runs without a fused kernel"),
+        ("flash", ("flash", "math"), "attention over padded batches"),
+    ],
+)
+def test_a_gpu_without_fused_attention_is_told_of(
+    monkeypatch: pytest.MonkeyPatch, chosen: str, usable: tuple[str, ...], expected: str | None
+) -> None:
+    refused = {"efficient": "its heads are too wide"}
+    monkeypatch.setattr(setup, "attention_kernels", lambda *_: AttentionKernels(chosen, usable, refused))
+    gpu = Processes(0, 1, replace(resolve("cpu"), backend="rocm"))
+    notes: list[str] = []
+    listener = Silent()
+    monkeypatch.setattr(listener, "note", notes.append)
+    setup._say_attention(wav2vec2(), gpu, "bf16", listener)
+    assert len(notes) == (expected is not None)
+    assert all(expected in note and "its heads are too wide" in note for note in notes if expected)
 
 
 @pytest.mark.parametrize("stages", [2, 3, 4])

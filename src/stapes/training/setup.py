@@ -148,9 +148,11 @@ def _say_attention(objective: Objective, processes: Processes, precision: str, p
     if processes.device.backend == "cpu" or heads is None or not processes.is_first:
         return
     kernels = attention_kernels(processes.device.torch, DTYPES[precision], (1, heads[0], 256, heads[1]))
+    reasons = "; ".join(f"{name}: {reason}" for name, reason in kernels.refused.items())
     if kernels.chosen == "math":
-        reasons = "; ".join(f"{name}: {reason}" for name, reason in kernels.refused.items())
         progress.note(f"attention runs without a fused kernel, slowly and with much memory ({reasons})")
+    elif not {"efficient", "cudnn"} & set(kernels.usable):  # flash takes no mask
+        progress.note(f"attention over padded batches runs without a fused kernel, slowly ({reasons})")
 
 
 def _last_step(checkpoints: Checkpoints, folder: Path, resume: bool) -> int | None:
