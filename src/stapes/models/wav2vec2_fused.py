@@ -148,7 +148,9 @@ def _attend(layer: EncoderLayer, x: Tensor, mask: Tensor | None) -> tuple[Tensor
     """(batch, frames, width) → (batch × frames, width), the bias still to be added; and x like that, to add it to."""
     attention = layer.attention
     parts = (attention.query, attention.key, attention.value)
-    weight, bias = torch.cat([part.weight for part in parts]), torch.cat([part.bias for part in parts])
+    # Rounded one by one: each then has a gradient of its own to take over, where of one matrix it would copy its part.
+    weight = torch.cat([part.weight.to(x.dtype) for part in parts])
+    bias = torch.cat([part.bias.float() for part in parts])
     query, key, value, x = QueryKeyValue.apply(x, weight, bias, attention.heads)
     out = attention.attend(query, key, value, mask).transpose(1, 2).flatten(2).flatten(0, 1)
     return out @ attention.out.weight.to(x.dtype).t(), x.flatten(0, 1)
