@@ -135,6 +135,8 @@ def _remote(url: str) -> Iterator[Item]:
         elif re.search(r"[*?\[]", path):
             found = files.glob(path, detail=True)
             yield from _some(url, (_of_url(files, name, facts) for name, facts in sorted(found.items())))
+        elif _extension(path) in MEDIA_EXTENSIONS:  # over HTTP, to ask whether it is a folder is to fetch it
+            yield _file(url, None)
         elif files.isdir(path):
             yield from _some(url, _walk_remote(files, path))
         else:

@@ -157,7 +157,7 @@ class RayExecutor:
             self._ray.kill(actor)
 
     def close(self) -> None:
-        """End all actors, and leave the cluster."""
+        """End all actors, at once."""
         for slot in self._slots.values():
             slot.given_up = True
             if slot.actor is not None:
