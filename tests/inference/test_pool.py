@@ -20,6 +20,13 @@ from stapes.errors import DeviceError, ModelError, UsageError
 from stapes.inference.engine import DecodeRequest, DecodeResult
 from stapes.inference.pool import PoolDevice, PoolEngine, PoolSlot, PoolSound, choose
 from stapes.inference.pool_open import several, threads_of_each
+from stapes.models.whisper import WhisperConfig
+from stapes.options import TranscribeOptions
+from stapes.recognizer import load
+
+sys.path += [str(Path(__file__).parents[1] / folder) for folder in ("checkpoints", "export")]
+from borrowed_tokenizer import a_tokenizer
+from small_whisper import random_weights, write_huggingface
 
 REQUEST = DecodeRequest(prompt=(1, 2), sot_index=0, timestamps=True)
 
@@ -153,6 +160,26 @@ def test_equal_devices_share_evenly_whatever_the_lengths() -> None:
             now = max(now, ends[id(busy)])
     shares = [device.seconds for device in devices]
     assert min(shares) > 0.9 * max(shares)
+
+
+def test_recordings_are_shared_by_devices_and_outlive_one(tmp_path: Path) -> None:
+    config = WhisperConfig(80, 51865, 32, 1, 2, 1, 2, text_context=24)
+    folder = write_huggingface(tmp_path / "small", random_weights(config=config), config=config)
+    (folder / "tokenizer.json").symlink_to(a_tokenizer())
+    options = TranscribeOptions(language="en", vad=False, temperature_increment_on_fallback=None)
+    clips = [tone(1.0, level) for level in (0.1, 0.2, 0.3, 0.4)]
+    with load(folder, device="cpu,cpu", threads=2) as recognizer:
+        assert recognizer.device.name == "2 × CPU"
+        engine: Any = recognizer.engine
+        first = list(recognizer.transcribe_many(clips, options, sample_rate=16_000))
+        assert [each.error for each in first] == [None] * 4
+        assert all(share > 0 for share in engine.shares.values())
+        engine.devices[1].process.kill()
+        engine.devices[1].process.wait()
+        again = list(recognizer.transcribe_many(clips, options, sample_rate=16_000))
+        assert [each.error for each in again] == [None] * 4
+        assert sum(engine.shares.values()) == pytest.approx(8.0)
+    assert all(device.process.poll() is not None for device in engine.devices)
 
 
 def test_names_of_several_devices() -> None:

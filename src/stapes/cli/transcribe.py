@@ -82,7 +82,8 @@ class ModelOptions:
     more, else base, or what is installed."""
 
     device: str = "auto"
-    """auto, cpu, cuda, or a GPU by number: cuda:1. cuda means AMD GPUs too; rocm and hip are the same."""
+    """auto, cpu, cuda, a GPU by number (cuda:1), or several (cuda:0,cuda:1) that share a Whisper's work, a process
+    for each. cuda means AMD GPUs too; rocm and hip are the same."""
 
     precision: Precision = "auto"
     """Number format that the model runs in; auto suits the device."""
