@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -127,6 +128,12 @@ class TestWhisper:
             trainer = opened(config)
             found.append(losses(trainer, first_batch(trainer)).rows)
         torch.testing.assert_close(found[2], 0.8 * found[0] + 0.5 * found[1])
+
+    def test_the_log_has_both(self, manifest: Path, teacher: Path, tmp_path: Path) -> None:
+        trained(whisper_student(tmp_path / "run", manifest, teacher, steps=1))
+        lines = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+        (line,) = [line for line in lines if line["kind"] == "train"]
+        assert line["loss"] == pytest.approx(0.8 * line["label_loss"] + line["divergence"], rel=1e-3)
 
     def test_it_comes_nearer_to_its_teacher_and_drafts_for_it(
         self, manifest: Path, teacher: Path, tmp_path: Path

@@ -7,7 +7,7 @@ the same frames and the same tokens.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +61,22 @@ def divergence(student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
     return (target.exp() * (target - found)).sum(dim=-1) * temperature**2
 
 
+def _weighed(
+    labels: Tensor, apart: Tensor, tokens: Tensor, prepared: Prepared, options: DistillOptions, impossible: list[str]
+) -> Losses:
+    """The loss of rows (batch,): of their labels, and of what is between student and teacher; for so many tokens."""
+    rows = options.label_weight * labels + options.teacher_weight * apart
+    weights = prepared.batch.weights
+    figures = tuple((each.detach() * weights).sum() for each in (labels, apart, tokens))
+    return Losses((rows * weights).sum(), rows.detach(), impossible, figures)
+
+
+def _figures(sums: Sequence[float]) -> dict[str, float]:
+    """Both parts of the loss, a token, as they are before they are weighed."""
+    labels, apart, tokens = sums
+    return {"label_loss": labels / max(1.0, tokens), "divergence": apart / max(1.0, tokens)}
+
+
 # -- Whisper
 
 
@@ -88,12 +104,14 @@ class DistilledWhisperObjective(WhisperObjective):
                 heard = states if self.shares_encoder else teacher.encoder(self.features(prepared))
                 decoder = teacher.decoder
                 wanted = decoder.logits(decoder.teacher_forced(tokens, heard)[counted])
-        options = self.distill
-        apart = divergence(logits[counted], wanted, options.temperature)
-        rows = options.label_weight * self.token_losses(logits, targets).sum(dim=1)
+        labels = self.token_losses(logits, targets).sum(dim=1)
         index = counted.nonzero()[:, 0]
-        rows = rows + options.teacher_weight * torch.zeros_like(rows).index_add(0, index, apart)
-        return Losses((rows * prepared.batch.weights).sum(), rows.detach(), []), states
+        apart = divergence(logits[counted], wanted, self.distill.temperature)
+        apart = torch.zeros_like(labels).index_add(0, index, apart)
+        return _weighed(labels, apart, counted.sum(dim=1), prepared, self.distill, []), states
+
+    def figures(self, sums: Sequence[float]) -> dict[str, float]:
+        return _figures(sums)
 
 
 def distilled_whisper(
@@ -154,8 +172,10 @@ class DistilledCTCObjective(SpectrogramObjective):
         apart = divergence(outputs.logits, self._wanted(prepared), self.distill.temperature)
         real = state_mask(outputs.counts, apart.shape[1])[:, 0, 0] if prepared.lengths is not None else None
         apart = (apart if real is None else apart.masked_fill(~real, 0.0)).sum(dim=1)
-        rows = self.distill.label_weight * found + self.distill.teacher_weight * apart
-        return Losses((rows * prepared.batch.weights).sum(), rows.detach(), impossible)
+        return _weighed(found, apart, prepared.batch.target_lengths, prepared, self.distill, impossible)
+
+    def figures(self, sums: Sequence[float]) -> dict[str, float]:
+        return _figures(sums)
 
     @torch.no_grad()
     def _wanted(self, prepared: Prepared) -> Tensor:
