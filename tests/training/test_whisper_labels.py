@@ -185,6 +185,10 @@ def test_windows_are_as_long_as_their_longest(tokenizer: WhisperTokenizer, tmp_p
     window = Window(30.0, manifest, 1 / 3)
     assert window.filled(manifest, 1.0) == pytest.approx((4 / 3) * (2.2 / 30))
     assert Window(1.5, None, 0.0).filled(manifest, 0.5) == 1.0
+    both = TrainingData(
+        manifest, labels(tokenizer), budget_seconds=120.0, window_seconds=30.0, rehearsal=manifest, rehearsal_share=0.5
+    )
+    assert both.epoch_seconds == pytest.approx(4.8)
 
 
 def test_scores_tell_languages_apart_and_add_up() -> None:

@@ -235,6 +235,9 @@ class TrainingData:
         # Windows travel only as long as their longest, with rehearsal's rows beside the manifest's own.
         slowest = 1.0 if augment is None else min(augment.speeds)
         self._filled = 1.0 if window is None else window.filled(manifest, slowest)
+        self._rehearsed = 0.0
+        if window is not None and rehearsal is not None:
+            self._rehearsed = len(manifest) * window.ratio * float(rehearsal.durations.mean())
         self._pin = torch.cuda.is_available() if pin_memory is None else pin_memory
         self._state = self.sampler.state_dict()
         self._batches: Iterator[Batch] | None = None
@@ -248,6 +251,11 @@ class TrainingData:
     def steps(self, epoch: int = 0) -> int:
         """How many steps an epoch has."""
         return self.sampler.steps(epoch)
+
+    @property
+    def epoch_seconds(self) -> float:
+        """Seconds of audio in an epoch, with those of the rehearsal, about."""
+        return float(self.manifest.durations.sum()) + self._rehearsed
 
     def __iter__(self) -> Iterator[Batch]:
         while True:

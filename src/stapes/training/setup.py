@@ -137,7 +137,7 @@ def open_run(config: TrainConfig, processes: Processes, progress: Progress, *, r
     elif processes.is_first and tokenizer is not None:
         _keep_vocabulary(tokenizer, config.folder / "vocabulary")
     processes.wait()
-    left = (total - trainer.step) * float(manifest.durations.sum()) / max(1, data.steps(0))
+    left = (total - trainer.step) * data.epoch_seconds / max(1, data.steps(0))
     progress.add_total(max(0.0, left))
     return trainer
 
