@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
 
 from fused_networks import KINDS, farthest, loss_and_gradients, pair, sound
+from stapes.data.masking import sample_negatives, span_mask
 from stapes.kernels.dropout import draw
 from stapes.models.fused_functions import AddNorm
 from stapes.models.wav2vec2_fused import fuse
+from stapes.models.wav2vec2_pretraining import Wav2Vec2Pretraining, Wav2Vec2PretrainingConfig, initialize_pretraining
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -76,6 +79,35 @@ def test_evaluation_drops_nothing_and_copies_compute_with_their_own_weights() ->
         fused.encoder.layers[0].mlp.up.weight.zero_()
         same, _ = copied(waveform)
     assert torch.equal(same, logits)
+
+
+@pytest.mark.parametrize("kind", ["base", "large"])
+def test_pre_training_has_the_same_losses_and_gradients(kind: str) -> None:
+    """The quantiser reads the features too, and their gradient is scaled."""
+    torch.manual_seed(0)
+    sizes = Wav2Vec2PretrainingConfig(
+        replace(KINDS[kind], vocab_size=None), codes=6, code_width=8, projection_width=8, feature_dropout=0.0
+    )
+    plain = Wav2Vec2Pretraining(sizes)
+    initialize_pretraining(plain)
+    fused = copy.deepcopy(plain)
+    fuse(fused.feature_extractor, fused.encoder)
+    waveform = sound(2, 5_000)
+    frames = sizes.network.feature_count(5_000)
+    keys = torch.tensor([3, 4])
+    mask = span_mask(torch.full((2,), frames), frames, keys, probability=0.6, length=3, minimum=2)
+    negatives = sample_negatives(mask, keys, 5)
+    noise = torch.randn(2, frames, sizes.code_groups, sizes.codes)
+    found = []
+    for network in (plain.train(), fused.train()):
+        out = network(waveform, None, mask, negatives, noise=noise, feature_gradient=0.1)
+        (out.contrastive / out.hidden + 0.1 * out.diversity + 10 * out.penalty).backward()
+        gradients = {name: each.grad for name, each in network.named_parameters() if each.grad is not None}
+        found.append((out, gradients))
+    (wanted, of_plain), (out, of_fused) = found
+    for one, two in zip(out, wanted, strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-5)
+    assert max(farthest(of_fused, of_plain).values()) < 1e-3
 
 
 def test_layers_may_stay_plain() -> None:
