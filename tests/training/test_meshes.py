@@ -39,7 +39,7 @@ def run_on(processes: int, output: Path, *arguments: str) -> list[dict[str, Any]
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [sys.executable, str(HERE / "mesh_work.py"), str(processes), str(port), str(output), *arguments]
-    done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, timeout=600)
+    done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, timeout=500)
     assert done.returncode == 0, done.stderr.decode()
     return json.loads(output.read_text())
 
