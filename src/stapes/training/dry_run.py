@@ -76,7 +76,7 @@ class RunPlan:
 
     def settings(self) -> str:
         """What to start the run with."""
-        parts = [f"--parallel {self.mesh}"] if self.processes > 1 else []
+        parts = [f"{self.processes} processes (torchrun), --parallel {self.mesh}"] if self.processes > 1 else []
         parts += ["--set run.checkpoint_layers=true"] if self.checkpoint_layers else []
         if self.batch_parts > 1:
             parts.append(
@@ -115,7 +115,7 @@ def plan_run(config: TrainConfig, gpus: int | None = None, gpu_memory: float | N
 
     config.check()
     device = resolve(config.run.device)
-    world_size = gpus or _present(device)
+    world_size = gpus or _present(config.run.device, device)
     chip = None if gpu_memory is None else chip_with(gpu_memory)
     memory = gpu_memory if gpu_memory is not None else device.memory
     precision = choose_precision(config, Processes(0, world_size, device))
@@ -212,11 +212,11 @@ def plan_run(config: TrainConfig, gpus: int | None = None, gpu_memory: float | N
     )
 
 
-def _present(device: Device) -> int:
-    """Processes that torchrun started, or the GPUs of this machine."""
+def _present(wanted: str, device: Device) -> int:
+    """Processes that torchrun started, or the GPUs of this machine, unless one of them is ``wanted``."""
     if "WORLD_SIZE" in os.environ:
         return int(os.environ["WORLD_SIZE"])
-    return 1 if device.backend == "cpu" or device.torch.index is not None else max(1, torch.cuda.device_count())
+    return 1 if device.backend == "cpu" or ":" in wanted else torch.cuda.device_count()
 
 
 def _names_mesh(options: ParallelOptions) -> bool:
