@@ -142,12 +142,13 @@ def test_an_adapted_network_begins_as_its_base_and_merges_exactly(
     result = trainer.run()
     assert result.model is not None
     assert sum(file.stat().st_size for file in result.model.iterdir()) < 200_000
-    network = trainer.objective.network.eval()
-    assert isinstance(network, Whisper)
+    objective = trainer.objective.eval()
+    assert isinstance(objective, WhisperObjective)
+    network = objective.network
     merged = Whisper(CONFIG).eval()
     merged.load_state_dict(dict(open_checkpoint(result.model).read()))  # which finds its base
     with torch.no_grad():
-        mel, tokens = trainer.objective.features(prepared), trainer.objective.texts(prepared.batch)[0]
+        mel, tokens = objective.features(prepared), objective.texts(prepared.batch)[0]
         found, wanted = (each.decoder.teacher_forced(tokens, each.encoder(mel)) for each in [merged, network])
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
     merge_adapter(open_checkpoint(whisper), result.model, tmp_path / "merged")
