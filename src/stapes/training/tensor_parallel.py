@@ -7,7 +7,7 @@ the positions, and the sum is given out in parts. What is not cut, such as the C
 heads, has its weights whole in each process.
 
 Dropout: without sequence parallelism the processes of a group draw the same random numbers, for they drop the same
-states; heads of different processes therefore drop the same scores, each still at random.
+states; heads, and inner widths, of different processes then drop the same ones, each still at random.
 """
 
 from __future__ import annotations
