@@ -44,10 +44,15 @@ _ALIKE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 
 @dataclass(frozen=True)
 class _Timed:
-    """A system that is warm: its step, the recordings of one, and the memory that a step takes at most."""
+    """A system that is warm: its step, and the recordings of one.
+
+    ``first_loss``: of as many recordings as ours has in a step, before the first one. ``bytes``: that a step takes at
+    most, beside what was there before.
+    """
 
     step: OurStep | TransformersStep
     rows: int
+    first_loss: float
     bytes: float | None
 
 
@@ -89,8 +94,8 @@ class TrainRun(Run):
                 for (kernel, _), why in refusals.items():
                     self._note(f"kernel {kernel} did not run: {why}")
                 steps = self._steps(ours.step)
-                figures: dict[str, float | None] = {"first_loss": ours.step.first_loss()}
-                peer = self._peer(ours.step, figures)
+                figures: dict[str, float | None] = {"first_loss": ours.first_loss}
+                peer = self._peer(ours, figures)
                 peaks = roofline.measure_peaks(ours.step.device, ours.step.dtype)
                 self._log(
                     f"a copy moves {peaks.copy / 1e9:.4g} GB/s, a product does {peaks.product / 1e12:.4g} TFLOP/s"
@@ -117,16 +122,19 @@ class TrainRun(Run):
         """Load a system and make its first steps, which compile and find kernels."""
         before = torch.cuda.memory_allocated(self._where.torch) if self._is_gpu else 0
         step = make()
+        first_loss = step.first_loss()
+        if isinstance(step, TransformersStep):
+            step.use_batches(rows)
         for _ in range(_WARM_UP[self._is_gpu]):
             step.step()
         if not self._is_gpu:
-            return _Timed(step, rows, None)
+            return _Timed(step, rows, first_loss, None)
         torch.cuda.synchronize(self._where.torch)
         torch.cuda.reset_peak_memory_stats(self._where.torch)
         step.step()
         peak = torch.cuda.max_memory_allocated(self._where.torch) - before
         self._log(f"{type(step).__name__}: {rows} recordings a step take {peak / 1e9:.4g} GB at most")
-        return _Timed(step, rows, float(peak))
+        return _Timed(step, rows, first_loss, float(peak))
 
     def _steps(self, ours: OurStep) -> int:
         """As many as a round is to have, a multiple of 4: the peer's batches may be larger or smaller than ours."""
@@ -136,21 +144,20 @@ class TrainRun(Run):
         seconds = self._time(ours, count) / count
         return max(4, 4 * math.ceil(_AUTO_SECONDS[self._is_gpu] / seconds / 4))
 
-    def _peer(self, ours: OurStep, figures: dict[str, float | None]) -> _Timed | None:
+    def _peer(self, ours: _Timed, figures: dict[str, float | None]) -> _Timed | None:
         """The peer at the size of batches at which it is fastest."""
-        settings = self._settings
+        settings, subject = self._settings, ours.step
+        assert isinstance(subject, OurStep)
         if settings.peer is None:
             return None
-        sizes: tuple[int, ...] = settings.peer_batches or (settings.batch,)
-        opened = self._warm(lambda: TransformersStep(ours, sizes[0]), sizes[0])
+        sizes = list(settings.peer_batches) or [settings.batch]
+        opened = self._warm(lambda: TransformersStep(subject, settings.batch), sizes[0])
         peer = opened.step
         assert isinstance(peer, TransformersStep)
-        peer.use_batches(settings.batch)
-        figures["peer_first_loss"] = theirs = peer.first_loss()
-        own = figures["first_loss"]
-        assert own is not None
+        own, theirs = ours.first_loss, opened.first_loss
+        figures["peer_first_loss"] = theirs
         self._log(f"loss before the first step: {own:.6g}, the peer's {theirs:.6g}")
-        if not abs(own - theirs) <= _ALIKE[ours.dtype] * abs(theirs):
+        if not abs(own - theirs) <= _ALIKE[subject.dtype] * abs(theirs):
             self._note(f"the losses of the two systems before the first step differ: {own:.6g} and {theirs:.6g}")
         best, fastest = sizes[0], math.inf
         for size in sizes if len(sizes) > 1 else ():
@@ -172,7 +179,7 @@ class TrainRun(Run):
             + (" and negatives" if settings.task == "pretrain" else "")
             + f", in batches of {best} ({', '.join(map(str, sizes))} tried); fused AdamW, bf16 by autocast"
         )
-        return _Timed(peer, best, opened.bytes if best == sizes[0] else None)
+        return _Timed(peer, best, theirs, opened.bytes if best == sizes[0] else None)
 
     def _time(self, step: OurStep | TransformersStep, count: int) -> float:
         """Seconds that so many steps take."""
