@@ -17,6 +17,7 @@ import yaml
 from stapes.cli.arguments import normalise
 from stapes.cli.main import app
 from stapes.serving import access, health
+from stapes.serving.run import KEEP_ALIVE_SECONDS
 from stapes.serving.settings import LimitSettings, ModelSettings, NetworkSettings, size_in_bytes
 
 ROOT = Path(__file__).parents[1]
@@ -213,6 +214,7 @@ def test_proxies_let_through_what_the_server_takes(name: str) -> None:
         assert int(re.findall(r"proxy_read_timeout (\d+)s", text)[0]) >= 3600
     else:
         assert "flush_interval -1" in text
+        assert int(re.findall(r"keepalive (\d+)s", text)[0]) < KEEP_ALIVE_SECONDS
 
 
 @pytest.mark.parametrize("path", sorted(DEPLOY.glob("*")), ids=lambda path: path.name)

@@ -62,7 +62,9 @@ class Soak:
         bomb = io.BytesIO()
         encode(bomb, np.zeros(16_000 * 900, np.float32), "flac", "flac")
         self.bomb = bomb.getvalue()
-        self.client = httpx.AsyncClient(timeout=300, limits=httpx.Limits(max_connections=None), headers=KEY)
+        # Connections rest for a shorter time than at the server: whoever closes must be the one that sends.
+        limits = httpx.Limits(max_connections=None, keepalive_expiry=20)
+        self.client = httpx.AsyncClient(timeout=300, limits=limits, headers=KEY)
 
     def post(self, audio: bytes, headers: dict[str, str] | None = None, **fields: str) -> httpx.Request:
         return self.client.build_request(
@@ -223,12 +225,16 @@ class Soak:
         due = time.monotonic() + step
         while time.monotonic() < until_time:
             await asyncio.sleep(1)
-            answer = await self.client.get(f"{self.server.url}/readyz")
-            if answer.status_code != 200:
-                self.faults.append(f"not ready: {answer.text}")
+            try:
+                answer = await self.client.get(f"{self.server.url}/readyz")
+                if answer.status_code != 200:
+                    self.faults.append(f"not ready: {answer.text}")
+            except httpx.HTTPError as error:
+                self.faults.append(f"/readyz was not answered: {type(error).__name__} {error}")
             if time.monotonic() >= due:
                 due += step
                 samples.append(in_use(self.server))
+                print(samples[-1], dict(self.counts), self.faults[-1:], file=sys.stderr, flush=True)
         return samples
 
     async def kill_engine(self) -> float:

@@ -22,6 +22,10 @@ from stapes.serving.limits import Limits
 from stapes.serving.logs import Log
 from stapes.serving.settings import ServerSettings
 
+KEEP_ALIVE_SECONDS = 75
+"""How long a connection may rest between two requests: longer than proxies and load balancers keep theirs (60 s), for
+the side that closes must be the one that sends, or requests are lost on their way."""
+
 _LAST_WORDS = 5.0
 """Seconds in which requests that are handed back get their answers."""
 
@@ -53,6 +57,7 @@ async def _serve(
         log_config=None,
         access_log=False,
         server_header=False,
+        timeout_keep_alive=KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=round(grace + _LAST_WORDS),
     )
     server = _Server(config)
