@@ -25,6 +25,8 @@ def spread_layers(layers: int, kept: int) -> tuple[int, ...]:
 def with_decoder_layers(checkpoint: WhisperCheckpoint, kept: int) -> WhisperCheckpoint:
     """The same model with only so many of its decoder layers. Raises UsageError where it has not as many."""
     layers = checkpoint.config.decoder_layers
+    if checkpoint.scheme is not None:
+        raise UsageError(f"{checkpoint.name} is quantised: make the student of the model that it was made of")
     if not 1 <= kept <= layers:
         raise UsageError(f"{checkpoint.name} has {layers} decoder layers: a student of it can have 1 to {layers}")
     places = {old: new for new, old in enumerate(spread_layers(layers, kept))}

@@ -56,6 +56,9 @@ class GpuSpeculativeLane(DraftedLane, GpuLane):
 
     def _allocate(self, batch: int) -> None:
         super()._allocate(batch)
+        most = batch * self.most_per_step
+        self._unread_live = torch.ones(most, dtype=torch.int32, device=self.device)
+        self._unread_limits = torch.zeros(most, dtype=torch.int64, device=self.device)
         self.draft_cache = self.draft.decoder.new_cache(batch)
 
     def _advance(self, rows: int, blank: Tensor) -> None:
@@ -91,11 +94,7 @@ class GpuSpeculativeLane(DraftedLane, GpuLane):
         def each(numbers: Tensor) -> Tensor:
             return _repeated(numbers[:rows], count)
 
-        windows = Windows(
-            torch.arange(0, rows * count, count, dtype=torch.int32, device=self.device),
-            self.live[:rows] * count,
-            self.memory_rows[:rows],
-        )
+        windows = Windows(self.first[:rows] * count, self.live[:rows] * count, self.memory_rows[:rows])
         batch = Batch(
             tokens.flatten(),
             self._places(places).flatten(),
@@ -123,7 +122,7 @@ class GpuSpeculativeLane(DraftedLane, GpuLane):
             return tokens, logits.gather(1, tokens[:, None])[:, 0] - logits.logsumexp(dim=-1)
         # Texts of one token, whose end ends nothing.
         tokens, gains = state.last.new_empty(len(logits), 1), logits.new_empty(len(logits), 1)
-        live, limits = torch.ones_like(state.last, dtype=torch.int32), torch.zeros_like(state.last)
+        live, limits = self._unread_live[: len(logits)], self._unread_limits[: len(logits)]
         ids = (vocabulary.end, vocabulary.no_timestamps, vocabulary.timestamp_begin)
         launch_likeliest(logits, forbidden, blank, state.fields(), dead, live, limits, tokens, gains, ids)
         return tokens[:, 0], gains[:, 0]
@@ -131,6 +130,8 @@ class GpuSpeculativeLane(DraftedLane, GpuLane):
 
 def _repeated(rows: Tensor, count: int) -> Tensor:
     """Each row so often, one behind the other, in memory of its own: kernels find them by their number."""
+    if count == 1:
+        return rows
     spread = rows[:, None].expand(len(rows), count, *rows.shape[1:])
     return spread.clone(memory_format=torch.contiguous_format).flatten(0, 1)
 

@@ -71,8 +71,9 @@ def states_along(states: Sequence[RuleState]) -> RuleState:
 
 
 def copy_of(state: RuleState) -> RuleState:
-    """The same, not to be changed with it."""
-    return RuleState(*(field.clone() for field in state.fields()))
+    """The same, not to be changed with it by what is written."""
+    changing = (state.count, state.last, state.before_last, state.last_timestamp)
+    return RuleState(state.timestamps, state.max_initial, *(field.clone() for field in changing))
 
 
 class DraftedLane(Lane):
@@ -201,7 +202,7 @@ class SpeculativeLane(DraftedLane):
 
         It first reads two tokens: when all it drafted was kept, it has not read its own last one.
         """
-        model, state = self.draft.model, RuleState(*(field[:count].clone() for field in self.state.fields()))
+        model, state = self.draft.model, copy_of(RuleState(*(field[:count] for field in self.state.fields())))
         tokens = torch.stack([self.previous[:count], state.last], dim=1)
         places = self.positions[:count, None] + torch.tensor([-1, 0], device=self.device)
         states, drafts = [copy_of(state)], []
