@@ -137,7 +137,7 @@ class Driver:
         self._writes: dict[Future[Any], tuple[int, Counts]] = {}
         self._writer = ThreadPoolExecutor(_WRITERS, thread_name_prefix="write")
         self.redone_seconds = 0.0
-        """Of audio, as expected, that was given out again because a worker had died."""
+        """Of audio, as expected, that was begun and given out again because a worker had died."""
         self._sample: dict[str, str] = {}  # kind of error → one that says it
         self.report = report or Report(plan, part, executor.workers, clock)
         self._queue: deque[_Work] = deque(self._begin(retry_failed))
@@ -314,7 +314,8 @@ class Driver:
         self._hungry.discard(worker)
         self.report.died(event, [assignment.number for assignment in lost])
         for assignment in reversed(lost):
-            self.redone_seconds += assignment.seconds
+            if begun[assignment.number]:
+                self.redone_seconds += assignment.seconds
             if alone:
                 self._try_again(assignment, event)
             elif not begun[assignment.number]:
