@@ -77,7 +77,7 @@ class CpuTextDecoder(nn.Module):
             keys[rows, :, positions] = layer.key(normed).view(shape)
             values[rows, :, positions] = layer.value(normed).view(shape)
             query = layer.query(normed).view(shape).transpose(1, 2)
-            attended = F.scaled_dot_product_attention(query, keys[:, :, :span], values[:, :, :span], attn_mask=hidden)
+            attended = _look_back(query, keys[:, :, :span], values[:, :, :span], hidden)
             x = _add_product(attended.transpose(1, 2).flatten(2), x, layer.out.weight, layer.out.bias, "add")
 
             normed = layer.cross_attention_norm(x).view(windows, -1, width)
@@ -93,3 +93,12 @@ class CpuTextDecoder(nn.Module):
         """As `TextDecoder.logits`."""
         assert self.projection is not None
         return self.projection(states)
+
+
+def _look_back(query: Tensor, keys: Tensor, values: Tensor, hidden: Tensor) -> Tensor:
+    """Attention of (batch, heads, queries, head width) over what was written; ``hidden``: minus infinity where not."""
+    if query.shape[2] > 1:
+        return F.scaled_dot_product_attention(query, keys, values, attn_mask=hidden)
+    # For one query, products and sums as they stand take 0.4 of the time: nothing is laid out for it first.
+    scores = (keys * (query * query.shape[-1] ** -0.5)).sum(dim=-1) + hidden[:, :, 0]
+    return (values * scores.softmax(dim=-1)[..., None]).sum(dim=2, keepdim=True)
