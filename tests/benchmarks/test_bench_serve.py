@@ -8,6 +8,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from hypothesis import strategies as st
 from recordings import pcm16, wav
 
 from ctc_models import babble, save
+from stapes.benchmarks import random_weights
 from stapes.benchmarks.records import BenchResult, CaseRow, Spread, SystemRow, Weights
 from stapes.benchmarks.results_serve import HEADER, served_rows
 from stapes.benchmarks.serve import ServeBench, ServeSettings, rate_of, size_of
@@ -32,6 +34,7 @@ from stapes.benchmarks.serve_clients import (
     poisson_arrivals,
 )
 from stapes.benchmarks.serve_engine import LENGTHS, Lengths, SwitchedGate, load
+from stapes.checkpoints.sizes import published_config
 from stapes.cli.bench_serve import _row_lines
 from stapes.errors import UsageError
 
@@ -210,6 +213,8 @@ def test_random_weights_write_just_so_many_tokens(tmp_path: Path, monkeypatch: p
     table = tmp_path / "lengths.json"
     table.write_text(json.dumps([[1.5, 3], [29.0, 17]]))
     monkeypatch.setenv(LENGTHS, str(table))
+    small = replace(published_config("tiny.en"), width=64, encoder_layers=1, decoder_layers=1, encoder_heads=1)
+    monkeypatch.setattr(random_weights, "published_config", lambda name: replace(small, decoder_heads=1))
     settings = {"device": "cpu", "precision": "auto", "threads": None, "max_batch": None}
     with contextlib.closing(load("random:tiny.en", settings)) as recognizer:
         options: dict[str, Any] = {"vad": False, "without_timestamps": True, "temperature_increment_on_fallback": None}
