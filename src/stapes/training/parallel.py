@@ -27,6 +27,7 @@ from stapes.devices.backend import Device, resolve
 from stapes.errors import DeviceError, UsageError
 from stapes.training.config import ParallelOptions, RunOptions, Strategy
 from stapes.training.context_parallel import share_context
+from stapes.training.exchange import stay_out_of_graphs
 from stapes.training.fp8 import use_fp8
 from stapes.training.layout import Layout
 from stapes.training.mesh import Mesh, mesh_sizes
@@ -162,6 +163,7 @@ def divide(objective: Objective, layers: Sequence[nn.Module], processes: Process
         if run.compile:
             layer.compile(dynamic=False)
     if run.compile:
+        stay_out_of_graphs()
         torch._dynamo.config.recompile_limit = _MOST_SHAPES
     return Divided(layers, None if mesh is None else Layout(network, mesh, partial))
 

@@ -11,16 +11,18 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import fields, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from stapes.models.wav2vec2 import Wav2Vec2
 from stapes.training.mesh import Mesh
 from stapes.training.objectives import Evaluated, Losses, Prepared, StagedObjective
+
+if TYPE_CHECKING:
+    from torch.distributed.pipelining import Schedule1F1B
 
 
 def stage_of(name: str, network: nn.Module, stages: Sequence[int]) -> int:
@@ -166,6 +168,8 @@ class Pipeline(nn.Module):
 
     def _schedule(self, rows: int, positions: int) -> Schedule1F1B:
         """The schedule for batches of one shape: buffers have to be of the right size."""
+        from torch.distributed.pipelining import PipelineStage, Schedule1F1B  # imports the compiler: seconds
+
         known = self._schedules.get((rows, positions))
         if known is None:
             states = torch.empty((rows, positions, self.width), device="meta", requires_grad=True)
