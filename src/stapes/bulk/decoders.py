@@ -98,6 +98,8 @@ class Source(DecodedElsewhere):
     outcome: Outcome = field(default_factory=Outcome)
     feed: Feed | None = None
     """It is being decoded."""
+    retried: bool = False
+    """Its decoder was lost on it before."""
 
     def open(self, start: float, end: float | None, channels: str) -> Frames:
         """Its frames. What to read was settled when the request was made."""

@@ -181,19 +181,20 @@ class ShardWorker:
         first = self._next_source(wait=wait)
         group = [] if first is None else [first]
         seconds = 0.0 if first is None else first.item.seconds
-        while group and not self._again and seconds < self._decoders.group_seconds:
-            more = self._next_source(wait=False)
+        # One that its decoder was lost on is tried by itself.
+        while group and seconds < self._decoders.group_seconds and not group[0].retried:
+            more = self._next_source(wait=False, again=False)
             if more is None:
                 break
             group.append(more)
             seconds += more.item.seconds
         return group
 
-    def _next_source(self, *, wait: bool) -> Source | None:
-        """The next item's source; None where there is none (yet), or no more."""
+    def _next_source(self, *, wait: bool, again: bool = True) -> Source | None:
+        """The next item's source; None where there is none (yet), or no more. again: or one that is tried again."""
         with self._changed:
             while True:
-                if self._again:
+                if self._again and again:
                     running, place = self._again.popleft()
                     return self._source(running, place)
                 if (found := next(self._current, None)) is not None:
@@ -223,7 +224,8 @@ class ShardWorker:
             "expected": item.seconds,
         }
         name = f"{running.assignment.number}:{place}"
-        source = Source(name, item, request, self._decoders)
+        retried = (running.assignment.number, place) in self._lost_once
+        source = Source(name, item, request, self._decoders, retried=retried)
         self._sources[name] = running, place, source
         return source
 
