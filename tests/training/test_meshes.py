@@ -47,11 +47,8 @@ def run_on(processes: int, output: Path, *arguments: str) -> list[dict[str, Any]
 def check(found: list[dict[str, Any]], meshes: tuple[str, ...]) -> None:
     assert {each["mesh"] for each in found} == set(meshes)
     for each in found:
-        assert each["loss"] < 1e-4, each
-        assert each["gradient"] < 1e-4, each
-        assert each["norm"] < 1e-4, each
+        assert max(each[name] for name in ("loss", "gradient", "norm", "rows")) < 1e-4, each
         assert not each["missing"], each
-        assert each["written"], each
 
 
 def test_two_processes_have_the_gradients_of_one_and_go_on_with_its_run(tmp_path: Path) -> None:
