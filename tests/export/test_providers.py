@@ -100,3 +100,12 @@ def test_without_onnx_runtime_the_remedy_is_said(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(onnx_session.importlib, "import_module", missing)
     with pytest.raises(ModelError, match=r"stapes\[onnx\]"):
         choose_provider(PROCESSOR)
+
+
+def test_the_real_provider_without_its_gpu_is_an_error(model: Path) -> None:
+    """Where onnxruntime-migraphx is installed and AMD's libraries or GPU are not: it offers what it cannot start."""
+    if MIGRAPHX not in onnx_session.runtime().get_available_providers() or torch.cuda.is_available():
+        pytest.skip("needs onnxruntime-migraphx on a machine without a GPU")
+    assert choose_provider(AMD) == MIGRAPHX
+    with pytest.raises(DeviceError, match=r"MIGraphX.*--device cpu"):
+        Session(model, AMD, MIGRAPHX)
