@@ -13,12 +13,14 @@ import soundfile
 
 import clips
 from stapes.benchmarks import rounds
-from stapes.benchmarks.audio import find_clips, join
+from stapes.benchmarks.audio import Recording, find_clips, join
 from stapes.benchmarks.random_weights import load_random, random_tokenizer, without_judgement
 from stapes.benchmarks.records import Weights, read_bench
 from stapes.benchmarks.rounds import Case, Contender, measure
 from stapes.benchmarks.run import Run
+from stapes.benchmarks.transcribe import TranscribeBench
 from stapes.checkpoints.catalog import KNOWN
+from stapes.checkpoints.onnx_folder import WEIGHTS, OnnxFolder
 from stapes.checkpoints.sizes import published_config
 from stapes.cli.bench_run import measure as keep_what_was_measured
 from stapes.cli.main import main
@@ -176,3 +178,12 @@ def test_what_was_measured_before_a_failure_is_kept(tmp_path: Path) -> None:
     result = read_bench(path)
     assert [row.case for row in result.rows] == [{"batch_size": 8}]
     assert "ended early, cases are missing: out of memory" in result.notes
+
+
+def test_an_exported_model_is_measured_as_what_it_is(tmp_path: Path) -> None:
+    OnnxFolder(kind="whisper", graphs={}, scheme="int8").write(tmp_path)
+    (tmp_path / WEIGHTS).touch()
+    nothing = Recording(tmp_path, 1.0, "")
+    bench = TranscribeBench(model=str(tmp_path), recordings=[nothing], warm_up=nothing, options=TranscribeOptions())
+    (case,) = bench.cases()
+    assert case.facts["precision"] == "int8"
