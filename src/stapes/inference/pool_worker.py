@@ -110,8 +110,8 @@ class Worker:
         if any(not job.ended for job in self._written.values()):
             self.engine.step(self.engine.steps_per_look)
         for slot, result in self.engine.harvest():
-            job = self._written[slot]
-            if not job.ended:
+            job = self._written.get(slot)  # none: it was released since the device wrote it
+            if job is not None and not job.ended:
                 job.ended = True
                 self._send(("ended", job.number, result))
         self._align()
