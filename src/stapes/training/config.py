@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from stapes.data.options import AugmentOptions
 from stapes.errors import UsageError
+from stapes.training.ranges import RANGES
 
 ObjectiveKind = Literal["ctc", "attention", "hybrid", "whisper", "contrastive"]
 Precision = Literal["auto", "fp32", "bf16", "fp16"]
@@ -376,7 +377,7 @@ class TrainConfig:
             raise UsageError("data.train names no manifest: --set data.train=corpus/manifest.jsonl")
         if (self.run.steps is None) == (self.run.epochs is None):
             raise UsageError("give run.steps or run.epochs, one of the two: --set run.epochs=20")
-        for place, name, low, high in _RANGES:
+        for place, name, low, high in RANGES:
             value = getattr(getattr(self, place), name)
             for each in value.values() if isinstance(value, dict) else value if isinstance(value, list) else [value]:
                 if each is not None and not (math.isfinite(each) and low <= each <= high):
@@ -408,88 +409,6 @@ class TrainConfig:
             raise UsageError("pretraining.least_seconds, crop_seconds and data.batch_seconds must not get smaller")
         if tuple(self.augment.speeds) != (1.0,):
             raise UsageError("augment.speeds would change the lengths of crops: leave them at 1.0 in pre-training")
-
-
-_BIG = 1e9
-_RANGES: list[tuple[str, str, float, float]] = [
-    ("data", "batch_seconds", 0.1, _BIG),
-    ("data", "max_rows", 1, _BIG),
-    ("data", "buckets", 1, 512),
-    ("data", "workers", 0, 256),
-    ("data", "vocabulary_size", 16, 100_000),
-    ("data", "rehearsal_share", 0.0, 0.9),
-    ("labels", "timestamps", 0.0, 1.0),
-    ("labels", "prompts", 0.0, 1.0),
-    ("model", "adapter_width", 1, 4096),
-    ("distill", "decoder_layers", 1, 256),
-    ("distill", "label_weight", 0.0, 1000.0),
-    ("distill", "teacher_weight", 0.0, 1000.0),
-    ("distill", "temperature", 0.01, 100.0),
-    ("lora", "rank", 0, 4096),
-    ("lora", "alpha", 0.0, _BIG),
-    ("lora", "dropout", 0.0, 0.95),
-    ("masks", "time_masks", 0, 100),
-    ("masks", "time_width", 0, _BIG),
-    ("masks", "time_fraction", 0.0, 1.0),
-    ("masks", "frequency_masks", 0, 100),
-    ("masks", "frequency_width", 0, 256),
-    ("model", "mel_bins", 8, 256),
-    ("model", "width", 8, 16_384),
-    ("model", "layers", 1, 256),
-    ("model", "heads", 0, 256),
-    ("model", "dropout", 0.0, 0.95),
-    ("model", "head_dropout", 0.0, 0.95),
-    ("model", "layer_drop", 0.0, 0.95),
-    ("model", "decoder_dropout", 0.0, 0.95),
-    ("model", "decoder_layers", 1, 256),
-    ("objective", "ctc_weight", 0.0, 1.0),
-    ("objective", "label_smoothing", 0.0, 0.9),
-    ("objective", "hide_time", 0.0, 1.0),
-    ("pretraining", "crop_seconds", 0.5, 3600.0),
-    ("pretraining", "least_seconds", 0.5, 3600.0),
-    ("pretraining", "code_groups", 1, 16),
-    ("pretraining", "codes", 2, 65_536),
-    ("pretraining", "code_width", 1, 16_384),
-    ("pretraining", "projection_width", 1, 16_384),
-    ("pretraining", "negatives", 1, 10_000),
-    ("pretraining", "diversity_weight", 0.0, _BIG),
-    ("pretraining", "feature_penalty", 0.0, _BIG),
-    ("pretraining", "feature_gradient", 0.0, 1.0),
-    ("pretraining", "logit_temperature", 1e-3, 10.0),
-    ("pretraining", "temperature", 1e-3, 100.0),
-    ("pretraining", "final_temperature", 1e-3, 100.0),
-    ("pretraining", "temperature_decay", 0.0, 1.0),
-    ("pretraining", "least_perplexity", 0.0, _BIG),
-    ("pretraining", "collapse_lines", 1, _BIG),
-    ("optimizer", "peak_lr", 0.0, 10.0),
-    ("optimizer", "final_lr", 0.0, 1.0),
-    ("optimizer", "warmup_steps", 0, _BIG),
-    ("optimizer", "hold_steps", 0, _BIG),
-    ("optimizer", "betas", 0.0, 0.99999),
-    ("optimizer", "weight_decay", 0.0, 10.0),
-    ("optimizer", "clip_norm", 0.0, _BIG),
-    ("optimizer", "accumulate", 1, 4096),
-    ("optimizer", "lr_scales", 0.0, 100.0),
-    ("optimizer", "ema", 0.0, 1.0),
-    ("run", "epochs", 1e-9, _BIG),
-    ("run", "steps", 1, _BIG),
-    ("run", "max_minutes", 0.0, _BIG),
-    ("run", "threads", 1, 1024),
-    ("run", "evaluate_every", 1, _BIG),
-    ("run", "log_every", 1, _BIG),
-    ("run", "patience", 1, _BIG),
-    ("run", "max_bad_steps", 1, _BIG),
-    ("checkpoint", "every", 1, _BIG),
-    ("checkpoint", "keep", 1, 1000),
-    ("checkpoint", "keep_best", 0, 1000),
-    ("checkpoint", "average", 1, 1000),
-    ("parallel", "shards", 1, 100_000),
-    ("parallel", "tp", 1, 1024),
-    ("parallel", "cp", 1, 1024),
-    ("parallel", "pp", 1, 1024),
-    ("parallel", "groups", 1, 4096),
-    ("parallel", "timeout_seconds", 1, _BIG),
-]
 
 
 def changes(before: TrainConfig, after: TrainConfig) -> list[str]:
