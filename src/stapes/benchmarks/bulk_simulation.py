@@ -290,5 +290,7 @@ def _findings(
         "audio_seconds_per_second_at_most": {name: round(value) for name, value in capacity.items()},
         "first_bottleneck": first,
         "workers_at_most": math.floor(capacity[first] / scale.speed),
-        "shard_hours_for_all": round(scale.shard_seconds / 3600 * max(of_a_shard.values()) * demand, 2),
+        # A write costs about the same whatever is in it; driving grows with the files, and is shared out by parts.
+        "shard_hours_for_all": round(scale.shard_seconds / 3600 * measured.write * demand, 2),
+        "drivers_for_all": math.ceil(of_a_shard["driving"] * demand),
     }
