@@ -109,8 +109,9 @@ def _said(found: dict[str, Any]) -> str:
         f"{found['driving_milliseconds_per_shard']:.2f} ms a shard, {_mib(found['driving_peak_rss_bytes'])} at most",
         f"  writing {found['writing_milliseconds_per_shard']:.1f} ms a shard",
         f"most seconds of audio a second: {', '.join(limits)}; first {found['first_bottleneck']}, at "
-        f"{found['workers_at_most']:,} workers; all of them take shards of {found['shard_hours_for_all']:g} h or more, and "
-        f"{found['drivers_for_all']:,} drivers (--shard-count)",
+        f"{found['workers_at_most']:,} workers",
+        f"all of them take shards of {found['shard_hours_for_all']:g} h at least; drivers (--shard-count): "
+        f"{found['drivers_for_all']:,}",
         f"1,000 hours take {found['worker_hours_per_1000_hours']:.3f} hours of a worker"
         + ("" if price is None else f": {price:.2f}"),
     ]
