@@ -362,9 +362,7 @@ def _launch_first(
 
 def _tile(target: Target | None) -> tuple[int, int, int]:
     """Frames of a program at a time, how many times, and warps."""
-    if target is None or not target.is_amd:
-        return 4, 32, 4
-    return (4, 32, 8) if target.wave_size == 32 else (2, 64, 4)
+    return (2, 64, 4) if target is not None and target.wave_size == 64 else (4, 32, 8)
 
 
 def compile_cases(target: Target) -> Iterable[CompileCase]:
