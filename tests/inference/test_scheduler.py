@@ -289,7 +289,7 @@ class FakeStream:
     def __init__(self, channels: list[Iterator[np.ndarray]], check: Any = None) -> None:
         self.name, self.channels, self.duration = "stream", len(channels), None
         self.warnings: list[str] = []
-        self.damaged = False
+        self.damaged, self.speech = False, None
         self.read, self.check, self._channels = 0, check, channels
 
     def __enter__(self) -> FakeStream:
