@@ -22,9 +22,10 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from stapes.errors import StapesError
+    from stapes.loading import load
     from stapes.options import TranscribeOptions
     from stapes.progress import Cancellation
-    from stapes.recognizer import Recognizer, load
+    from stapes.recognizer import Recognizer
     from stapes.transcript import Alternative, Segment, Transcript, Word
 
 __all__ = [
@@ -41,7 +42,7 @@ __all__ = [
 
 _HOMES = {
     "Recognizer": "stapes.recognizer",
-    "load": "stapes.recognizer",
+    "load": "stapes.loading",
     "StapesError": "stapes.errors",
     "TranscribeOptions": "stapes.options",
     "Alternative": "stapes.transcript",

@@ -22,8 +22,8 @@ from stapes.checkpoints.tokenizer import open_tokenizer
 from stapes.devices.backend import resolve
 from stapes.inference.quantized import bits_of
 from stapes.kernels.quantization import dequantize, quantize_int4, quantize_int8
+from stapes.loading import assemble
 from stapes.models.whisper import Whisper
-from stapes.recognizer import assemble
 
 FOLDER = DATA / "librispeech"
 

@@ -122,7 +122,7 @@ def test_a_new_table_takes_the_place_of_the_old_one_whole_or_not_at_all(
 
 
 def test_loading_a_model_asks_for_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    from stapes.recognizer import load
+    from stapes.loading import load
 
     asked: list[Device] = []
     monkeypatch.setattr(tuned, "activate", asked.append)

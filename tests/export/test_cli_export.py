@@ -19,9 +19,9 @@ from stapes.checkpoints.spectrogram_models import save_spectrogram_model
 from stapes.cli.main import main
 from stapes.export import engines
 from stapes.export.target import check_target
+from stapes.loading import load
 from stapes.models.conformer import ConformerConfig
 from stapes.models.ctc_head import CTC, CTCConfig
-from stapes.recognizer import load
 from stapes.text.ctc_tokenizer import CTCTokenizer
 
 SECOND = 16_000

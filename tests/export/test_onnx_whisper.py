@@ -19,7 +19,8 @@ from stapes.export.graphs import judge, relative_error
 from stapes.inference.engine import DecodeRequest, DecodeResult
 from stapes.inference.onnx_session import CPU, Session
 from stapes.inference.onnx_whisper import CACHE_STEP, OnnxWhisperEngine
-from stapes.recognizer import Recognizer, load
+from stapes.loading import load
+from stapes.recognizer import Recognizer
 
 SECOND = 16_000
 

@@ -30,8 +30,8 @@ from stapes.export.weights import WeightsFile
 from stapes.inference.onnx_session import CPU, Session
 from stapes.inference.quantized import QuantizedLinear, quantizer
 from stapes.kernels.quantization import dequantize
+from stapes.loading import load
 from stapes.models.whisper import WhisperConfig
-from stapes.recognizer import load
 
 SECOND = 16_000
 GENERATOR = np.random.default_rng(0)

@@ -40,9 +40,10 @@ from stapes.checkpoints.sizes import published_config
 from stapes.devices.backend import choose_dtype, resolve
 from stapes.devices.memory import trim_heap
 from stapes.errors import AudioError
+from stapes.loading import assemble
 from stapes.models.whisper import WhisperConfig
 from stapes.progress import Silent
-from stapes.recognizer import Recognizer, assemble
+from stapes.recognizer import Recognizer
 from stapes.transcript import Transcript
 
 RATE = 16000

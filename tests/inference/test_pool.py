@@ -20,9 +20,9 @@ from stapes.errors import DeviceError, ModelError, UsageError
 from stapes.inference.engine import DecodeRequest, DecodeResult
 from stapes.inference.pool import PoolDevice, PoolEngine, PoolSlot, PoolSound, choose
 from stapes.inference.pool_open import several, threads_of_each
+from stapes.loading import load
 from stapes.models.whisper import WhisperConfig
 from stapes.options import TranscribeOptions
-from stapes.recognizer import load
 
 sys.path += [str(Path(__file__).parents[1] / folder) for folder in ("checkpoints", "export")]
 from borrowed_tokenizer import a_tokenizer

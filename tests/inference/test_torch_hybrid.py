@@ -12,9 +12,9 @@ from stapes.decoding.ctc import greedy
 from stapes.decoding.joint import joint_search
 from stapes.errors import ModelError
 from stapes.inference.torch_hybrid import TorchHybrid, _in_order
+from stapes.loading import load
 from stapes.models.conformer import ConformerConfig
 from stapes.models.hybrid import Hybrid, HybridConfig
-from stapes.recognizer import load
 from stapes.text.ctc_tokenizer import CTCTokenizer
 
 TOKENIZER = CTCTokenizer({"<pad>": 0, "<s>": 1, "</s>": 2, "<unk>": 3, "|": 4, "a": 5, "b": 6, "c": 7})

@@ -74,9 +74,14 @@ def work(folder: str, manifest: str, dev: str) -> None:
 
 
 def words(function: str, *arguments: Path) -> list[str]:
-    """A command that calls one of the functions above and leaves as ``stapes train`` does (`stapes.cli.main._leave`)."""
+    """A command that calls one of the functions above and leaves as ``stapes train`` does, see `stapes.cli.main`."""
     command = f"import os, sys; sys.path.insert(0, {str(HERE)!r}); import test_parallel; "
-    return [sys.executable, "-c", f"{command}test_parallel.{function}(*sys.argv[1:]); os._exit(0)", *map(str, arguments)]
+    return [
+        sys.executable,
+        "-c",
+        f"{command}test_parallel.{function}(*sys.argv[1:]); os._exit(0)",
+        *map(str, arguments),
+    ]
 
 
 def start(arguments: list[str], world_size: int) -> list[subprocess.Popen[bytes]]:

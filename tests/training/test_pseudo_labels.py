@@ -19,7 +19,14 @@ from stapes.errors import UsageError
 from stapes.training.pseudo_labels import pseudo_label
 from stapes.transcript import Segment, Transcript
 
-TEXTS = ["the cat sat on the mat", "a dog", "red green blue white black pink gold teal plum rose", "hello there", "", "x"]
+TEXTS = [
+    "the cat sat on the mat",
+    "a dog",
+    "red green blue white black pink gold teal plum rose",
+    "hello there",
+    "",
+    "x",
+]
 WRITTEN: list[list[tuple[float, float, str]]] = [
     [(0.0, 0.5, " The cat sat on the mat.")],
     [(0.0, 0.5, " A frog.")],

@@ -16,9 +16,9 @@ from stapes.errors import UsageError
 from stapes.inference.engine import DecodeRequest
 from stapes.inference.gpu_whisper import GpuWhisperEngine
 from stapes.inference.torch_whisper import TorchWhisperEngine
+from stapes.loading import load
 from stapes.models.whisper import WhisperConfig
 from stapes.options import Precision
-from stapes.recognizer import load
 from stapes.text.tokenizers import WhisperTokenizer
 
 DTYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}

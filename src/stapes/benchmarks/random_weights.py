@@ -20,9 +20,10 @@ from stapes.checkpoints.formats import EMBEDDING, WhisperCheckpoint
 from stapes.checkpoints.sizes import published_config
 from stapes.devices.backend import choose_dtype, resolve
 from stapes.errors import UsageError
+from stapes.loading import assemble
 from stapes.models.whisper import Whisper, WhisperConfig, sinusoids
 from stapes.options import Precision, TranscribeOptions
-from stapes.recognizer import Recognizer, assemble
+from stapes.recognizer import Recognizer
 from stapes.text.tokenizers import LANGUAGES, WhisperTokenizer
 
 _SCALE = 0.02

@@ -38,8 +38,9 @@ from stapes.evaluation.peers import samples
 from stapes.evaluation.scoring import word_errors
 from stapes.inference.live_session import MakeVoice, Session
 from stapes.inference.recording import Model
+from stapes.loading import load
 from stapes.options import Precision, TranscribeOptions, TurnOptions
-from stapes.recognizer import Recognizer, load
+from stapes.recognizer import Recognizer
 
 _WARM_UP_SECONDS = 6.0
 _MOST_CLIPS = 64

@@ -104,8 +104,8 @@ def load_pretraining(checkpoint: PretrainingCheckpoint, config: Wav2Vec2Pretrain
         shape = model.get_parameter(name).shape
         if tensor.numel() != shape.numel() or (name != _CODEBOOKS and tensor.shape != shape):
             raise ModelError(
-                f"{checkpoint.network.path}: {name} has the shape {tuple(tensor.shape)}, expected {tuple(shape)}; fetch "
-                "the model again"
+                f"{checkpoint.network.path}: {name} has the shape {tuple(tensor.shape)}, expected {tuple(shape)}; "
+                "fetch the model again"
             )
         owner, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(owner), leaf, nn.Parameter(tensor.reshape(shape)))

@@ -22,7 +22,8 @@ from stapes.export.onnx import export_onnx, require
 from stapes.export.sound import made_up_sound, speech
 from stapes.export.target import RECORD, check_target, export_target
 from stapes.inference.ctc_open import CTC_KINDS
-from stapes.recognizer import Recognizer, load
+from stapes.loading import load
+from stapes.recognizer import Recognizer
 
 Scheme = Literal["int8", "int8-static", "int8-weights", "int4"]
 """The first two are for ONNX Runtime, with activations in 8 bits too; the others, weights only, for GPUs."""
