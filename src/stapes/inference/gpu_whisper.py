@@ -205,9 +205,9 @@ class GpuWhisperEngine(TorchWhisperEngine):
         return slots
 
     @torch.inference_mode()
-    def step(self, count: int) -> None:
+    def step(self, count: int, *, urgent: bool = False) -> None:
         """Write up to ``count`` more tokens in every slot."""
-        super().step(count)
+        super().step(count, urgent=urgent)
         for lane in self._gpu_lanes():
             lane.glance()
 
