@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import signal
+
 import pytest
 
 from shared_data import DATA
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # A shell's `command &` has Ctrl-C ignored, by all processes that tests begin too.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
