@@ -16,7 +16,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from stapes import recognizer
+from stapes import loading
 from stapes.benchmarks import mlperf, random_weights, transcribe
 from stapes.benchmarks.engine_loop import Written, greedy_request, transcribe_windows
 from stapes.benchmarks.mlperf_windows import noise_windows, pack, packed_windows
@@ -101,8 +101,8 @@ def test_slots_are_kept_full_and_every_text_comes_back_in_its_place(slots: int, 
 def test_random_weights_write_as_many_text_tokens_as_asked_on_every_engine(
     small: None, monkeypatch: pytest.MonkeyPatch, engine_class: type[TorchWhisperEngine]
 ) -> None:
-    monkeypatch.setattr(recognizer, "TorchWhisperEngine", engine_class)
-    monkeypatch.setattr(recognizer, "is_worth_packing", lambda device, dtype: False)
+    monkeypatch.setattr(loading, "TorchWhisperEngine", engine_class)
+    monkeypatch.setattr(loading, "is_worth_packing", lambda device, dtype: False)
     model = load_random("tiny", tokens=9, device="cpu", batch_size=3)
     assert type(model.engine) is engine_class
     request = greedy_request(model.tokenizer, "en", SMALL.vocab_size, endless=True)

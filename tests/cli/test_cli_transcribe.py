@@ -199,7 +199,7 @@ def test_what_concerns_the_model_reaches_load(fake: FakeRecognizer, capsys: pyte
     assert fake.loaded == {
         "model": "base", "device": "cuda:0,cuda:1", "precision": "fp32", "backend": "torch", "max_vram": "6GB",
         "threads": 2, "model_dir": "m", "offline": True,
-        "task": "translate", "language": "de",
+        "task": "translate", "language": "de", "adapter": None, "draft": None, "draft_tokens": 5,
     }  # fmt: skip
 
 

@@ -47,7 +47,7 @@ class TooManyErrors(StapesError):  # noqa: N818 - it is a finding
 class WorkersLost(StapesError):  # noqa: N818 - it is a finding
     """No worker can begin. ``exit_code``: of what kept the last one from it."""
 
-    def __init__(self, message: str, exit_code: int) -> None:
+    def __init__(self, message: str, exit_code: int = 3) -> None:
         super().__init__(message)
         self.exit_code = exit_code  # pyright: ignore[reportAttributeAccessIssue] - each its own
 
