@@ -318,14 +318,16 @@ class Driver:
                 self.redone_seconds += assignment.seconds
             if alone:
                 self._try_again(assignment, event)
-            elif not begun[assignment.number]:
+            elif not begun[assignment.number] and assignment is not lost[0]:
                 self._queue.appendleft(self._work_of(assignment))
             else:
                 self._deaths[assignment.shard] += 1
                 if self._deaths[assignment.shard] < 2:
                     self._queue.appendleft(self._work_of(assignment))
                 else:
-                    self._part(assignment, begun[assignment.number] + window, ended[assignment.number])
+                    # Who dies at once has had no time to say that it began.
+                    reach = max(1, begun[assignment.number] + window)
+                    self._part(assignment, reach, ended[assignment.number])
         if event.hopeless:
             worker.given_up = True
             if all(each.given_up for each in self._workers.values()):
