@@ -17,7 +17,7 @@ import torch
 
 import stapes
 from stapes.benchmarks import roofline
-from stapes.benchmarks.ctc_loop import BeamLoop, GreedyLoop, Loop, on_device
+from stapes.benchmarks.ctc_loop import BeamLoop, GreedyLoop, Loop
 from stapes.benchmarks.ctc_peer import TransformersLoop
 from stapes.benchmarks.ctc_setup import (
     CtcSettings,
@@ -121,7 +121,7 @@ class CtcRun(Run):
         for note in self.result.notes:
             self._log(note)
         settings = self._settings
-        with on_device(self._where.torch):
+        with roofline.on_device(self._where.torch):
             try:
                 self._log(f"loading {settings.model}")
                 subject = open_subject(settings, self._where)

@@ -8,7 +8,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -169,8 +168,3 @@ def greedy_texts(
         tokenizer.decode(labels[start : start + count][new[start : start + count]].tolist())
         for start, count in zip(starts, counts, strict=True)
     ]
-
-
-def on_device(device: torch.device) -> Any:
-    """So that streams and events are those of this GPU."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

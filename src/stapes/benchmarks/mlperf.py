@@ -10,7 +10,7 @@ import gc
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -75,7 +75,7 @@ class MlperfRun(Run):
         """Measure; each row as soon as it is there."""
         for note in self.result.notes:
             self._log(note)
-        with torch.cuda.device(self._where.torch) if self._is_gpu else nullcontext():
+        with roofline.on_device(self._where.torch):
             self._log(f"loading {self._settings.model}")
             subject = open_subject(self._settings, self._where)
             self._log(f"{subject.slots} slots, {subject.encoder_batch} encoded together, {subject.precision}")

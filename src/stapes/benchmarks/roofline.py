@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
@@ -149,3 +150,8 @@ def step_bytes(
         memory=windows * layers * (2 * config.audio_context * width * memory_bytes + of_scales),
         cache=windows * layers * 2 * positions * width * cache_bytes,
     )
+
+
+def on_device(device: torch.device) -> AbstractContextManager[object]:
+    """So that streams and events are those of this GPU."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

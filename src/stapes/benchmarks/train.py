@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,7 +86,7 @@ class TrainRun(Run):
         for note in self.result.notes:
             self._log(note)
         settings = self._settings
-        with torch.cuda.device(self._where.torch) if self._is_gpu else nullcontext():
+        with roofline.on_device(self._where.torch):
             try:
                 ours = self._warm(lambda: open_step(settings, self._where), settings.batch)
                 assert isinstance(ours.step, OurStep)

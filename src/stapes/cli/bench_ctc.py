@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from stapes.cli.bench_run import measure, tell
+from stapes.cli.bench_run import measure, percent, tell
 from stapes.cli.terminal import Terminal
 from stapes.errors import UsageError
 from stapes.options import Precision
@@ -126,7 +126,7 @@ def _row_lines(row: CaseRow) -> str:
         figures = system.figures
         line = f"  {system.system} {system.options}".rstrip() + ": "
         line += f"{figures['times_real_time'] or 0.0:,.0f} × real time, "
-        line += f"{_percent(figures['of_product'])} of a matrix product's speed, MFU {_percent(figures['mfu'])}; "
+        line += f"{percent(figures['of_product'])} of a matrix product's speed, MFU {percent(figures['mfu'])}; "
         line += f"{spread(system.wall_seconds)} s a round"
         if place in ratios:
             line += f"; stapes is {spread(ratios[place], lambda value: f'{value:.2f}')} × as fast"
@@ -146,14 +146,10 @@ def _limits(figures: dict[str, float | None]) -> list[str]:
     lines = [
         f"  a batch alone, samples on the device to logits: {1e3 * value('network_seconds'):.4g} ms, of which "
         f"convolutions {1e3 * value('front_seconds'):.4g} ms",
-        f"  {value('network_operations') / 1e12:.4g} TFLOP: {_percent(value('network_of_product'))} of a matrix "
+        f"  {value('network_operations') / 1e12:.4g} TFLOP: {percent(value('network_of_product'))} of a matrix "
         f"product's {product:.4g} TFLOP/s; {value('network_bytes') / 1e9:.4g} GB: "
-        f"{_percent(value('network_of_copy'))} of a copy's {copy:.4g} GB/s",
+        f"{percent(value('network_of_copy'))} of a copy's {copy:.4g} GB/s",
     ]
     if "different_texts" in figures:
-        lines.append(f"  {_percent(value('different_texts'))} of the characters differ from the peer's")
+        lines.append(f"  {percent(value('different_texts'))} of the characters differ from the peer's")
     return lines
-
-
-def _percent(value: float | None) -> str:
-    return "unknown" if value is None else f"{100 * value:.1f} %"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from stapes.cli.bench_run import listed, measure, tell
+from stapes.cli.bench_run import listed, measure, percent, tell
 from stapes.cli.terminal import Terminal
 from stapes.errors import UsageError
 from stapes.options import Precision
@@ -173,7 +173,7 @@ def _row_lines(row: CaseRow) -> str:
                 f"{_number(figures['windows_per_second'])} windows/s, "
                 f"{_number(figures['sound_seconds_per_second'])} s of audio a second, "
                 f"{_number(figures['tokens_per_second'])} tokens/s written (prompt and end not counted), "
-                f"MFU {_percent(figures['mfu'])}; {spread(system.wall_seconds)} s a round"
+                f"MFU {percent(figures['mfu'])}; {spread(system.wall_seconds)} s a round"
             )
             if figures["wer"] is not None:
                 line += f"; WER {100 * figures['wer']:.2f} %"
@@ -207,13 +207,13 @@ def _limits(row: CaseRow) -> list[str]:
     lines = [
         f"  encoder alone: {1e3 * value('encoder_network_seconds'):.4g} ms a window "
         f"({1e3 * value('encoder_seconds'):.4g} ms from samples), {encoder_rate / 1e12:.4g} TFLOP/s, "
-        f"{_percent(value('encoder_of_product'))} of a matrix product's "
+        f"{percent(value('encoder_of_product'))} of a matrix product's "
         f"{value('product_operations_per_second') / 1e12:.4g}",
         f"  decoder step alone, {value('step_windows'):g} windows at {value('step_positions'):g} tokens: "
         f"{1e3 * value('step_seconds'):.4g} ms for {value('step_bytes') / 1e9:.4g} GB, "
-        f"{_percent(value('step_of_copy'))} of a copy's {value('copy_bytes_per_second') / 1e9:.4g} GB/s",
-        f"  share of the time: encoder {_percent(value('encoder_share'))}, "
-        f"decoder and host {_percent(1 - value('encoder_share'))}",
+        f"{percent(value('step_of_copy'))} of a copy's {value('copy_bytes_per_second') / 1e9:.4g} GB/s",
+        f"  share of the time: encoder {percent(value('encoder_share'))}, "
+        f"decoder and host {percent(1 - value('encoder_share'))}",
     ]
     if "allocated_bytes" in figures:
         lines.append(
@@ -225,7 +225,3 @@ def _limits(row: CaseRow) -> list[str]:
 
 def _number(value: float | None) -> str:
     return "–" if value is None else f"{value:.1f}" if value < 1000 else f"{value:,.0f}"
-
-
-def _percent(value: float | None) -> str:
-    return "unknown" if value is None else f"{100 * value:.1f} %"

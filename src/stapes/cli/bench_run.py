@@ -47,6 +47,11 @@ def tell(run: Run, path: Path, terminal: Terminal, line: Callable[[CaseRow], str
         terminal.out("".join(map(line, run.result.rows)) + f"wrote {path}\n")
 
 
+def percent(share: float | None) -> str:
+    """A share as people read it."""
+    return "unknown" if share is None else f"{100 * share:.1f} %"
+
+
 def listed(option: str, text: str) -> list[str]:
     """Words between commas. Raises UsageError for none, and for one said twice."""
     words = [word.strip() for word in text.split(",") if word.strip()]

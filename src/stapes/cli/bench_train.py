@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
-from stapes.cli.bench_run import listed, measure, tell
+from stapes.cli.bench_run import listed, measure, percent, tell
 from stapes.cli.terminal import Terminal
 from stapes.errors import UsageError
 
@@ -136,8 +136,8 @@ def _row_lines(row: CaseRow) -> str:
         figures = system.figures
         line = f"  {system.system} {system.options}".rstrip() + ": "
         line += f"{figures['audio_seconds_per_second'] or 0.0:,.0f} audio s/s, "
-        line += f"{1e3 * (figures['step_seconds'] or 0.0):.4g} ms a step, MFU {_percent(figures['mfu'])}, "
-        line += f"{_percent(figures['of_product'])} of a matrix product's speed"
+        line += f"{1e3 * (figures['step_seconds'] or 0.0):.4g} ms a step, MFU {percent(figures['mfu'])}, "
+        line += f"{percent(figures['of_product'])} of a matrix product's speed"
         if figures.get("peak_step_bytes") is not None:
             line += f", {(figures['peak_step_bytes'] or 0.0) / 1e9:.4g} GB"
         if place in ratios:
@@ -149,7 +149,3 @@ def _row_lines(row: CaseRow) -> str:
             f"  loss before the first step: {figures['first_loss']:.6g}, the peer's {figures['peer_first_loss']:.6g}"
         )
     return "\n".join(lines) + "\n"
-
-
-def _percent(value: float | None) -> str:
-    return "unknown" if value is None else f"{100 * value:.1f} %"
