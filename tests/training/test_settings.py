@@ -44,6 +44,12 @@ def test_every_recipe_makes_sense_once_it_has_data(name: str) -> None:
     config.check()
 
 
+def test_wav2vec2_drops_what_its_authors_drop() -> None:
+    model = recipe("wav2vec2").model
+    assert (model.dropout, model.head_dropout, model.mlp_dropout, model.layer_drop) == (0.0, 0.0, 0.1, 0.1)
+    assert recipe("adapter").model.mlp_dropout == recipe("adapter").model.dropout > 0
+
+
 @pytest.mark.parametrize(
     ("text", "section", "name", "value"),
     [

@@ -105,7 +105,7 @@ class TrainSettings:
         """The recipe of the task, with what is asked for here."""
         config = recipe(_RECIPES[self.task, self.model])
         if self.dropout is not None:
-            config.model.dropout = config.model.head_dropout = self.dropout
+            config.model.dropout = config.model.head_dropout = config.model.activation_dropout = self.dropout
         if self.layer_drop is not None:
             config.model.layer_drop = self.layer_drop
         config.optimizer.freeze = ["feature_extractor"] if self.is_frozen else []
@@ -121,7 +121,7 @@ class TrainSettings:
             PUBLISHED[self.model],
             vocab_size=len(_LETTERS) if is_ctc else None,
             hidden_dropout=rate,
-            activation_dropout=rate if is_ctc else 0.0,
+            activation_dropout=options.mlp_dropout if is_ctc else 0.0,
             attention_dropout=rate,
             projection_dropout=0.0 if is_ctc else rate,
             head_dropout=options.head_dropout,

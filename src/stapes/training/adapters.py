@@ -49,7 +49,7 @@ def build_adapter(path: Path, options: ModelOptions, tokenizer: CTCTokenizer) ->
     inner = replace(
         checkpoint.config,
         hidden_dropout=options.dropout,
-        activation_dropout=options.dropout,
+        activation_dropout=options.mlp_dropout,
         attention_dropout=options.dropout,
         head_dropout=options.head_dropout,
         layer_drop=options.layer_drop,

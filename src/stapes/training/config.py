@@ -89,7 +89,9 @@ class ModelOptions:
     """Conformer: give each mel bin mean 0 and deviation 1 over each recording, not over the corpus alone. Not for
     recordings of one word."""
     dropout: float = 0.1
-    """Dropout of the encoder; for wav2vec 2.0 that of the hidden states."""
+    """Dropout of the encoder: of hidden states and attention."""
+    activation_dropout: float | None = None
+    """wav2vec 2.0: dropout inside its MLPs; by default as dropout."""
     head_dropout: float = 0.1
     """Dropout before the CTC head."""
     layer_drop: float = 0.1
@@ -110,6 +112,11 @@ class ModelOptions:
     """The language whose adapters it starts from. None: from some that change nothing."""
     language_tokens: dict[str, str] = field(default_factory=dict)
     """whisper: languages that it has no token for, and the language whose token each takes over: {"hsb" = "cs"}."""
+
+    @property
+    def mlp_dropout(self) -> float:
+        """Of wav2vec 2.0, with the default filled in."""
+        return self.dropout if self.activation_dropout is None else self.activation_dropout
 
 
 @dataclass(kw_only=True, slots=True)

@@ -38,9 +38,11 @@ def hybrid() -> TrainConfig:
 
 
 def wav2vec2() -> TrainConfig:
-    """CTC fine-tuning of wav2vec 2.0 or HuBERT: the paper's masks, its convolutions stay as they are."""
+    """CTC fine-tuning of wav2vec 2.0 or HuBERT: its authors' masks and dropout, its convolutions stay as they are."""
     config = TrainConfig(recipe="wav2vec2")
     config.model.init = "facebook/wav2vec2-base"
+    # fairseq's examples/wav2vec/config/finetuning: nothing is dropped but in the MLPs, and whole layers.
+    config.model.dropout, config.model.head_dropout, config.model.activation_dropout = 0.0, 0.0, 0.1
     config.objective.hide_time = 0.5
     config.optimizer.peak_lr = 1e-4
     config.optimizer.freeze = ["feature_extractor"]
