@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from made_corpus import opened, small_config, tones, trained, write_corpus, write_wav
+from made_corpus import cut, opened, small_config, tones, trained, write_corpus, write_wav
 from safetensors.torch import load_file, save_file
 
 from small_wav2vec2 import theirs
@@ -15,13 +15,17 @@ from stapes import load
 from stapes.audio.decode import read_audio
 from stapes.checkpoints.formats import whisper_names
 from stapes.checkpoints.spectrogram_models import open_spectrogram_model
+from stapes.data.options import AugmentOptions
 from stapes.errors import ModelError, UsageError
 from stapes.evaluation.scoring import character_errors
 from stapes.models.wav2vec2 import Wav2Vec2
 from stapes.models.whisper import Whisper, WhisperConfig, sinusoids
+from stapes.progress import Silent
 from stapes.training.config import TrainConfig
 from stapes.training.dev import score_dev
+from stapes.training.parallel import processes
 from stapes.training.plan import Costs
+from stapes.training.setup import open_run
 
 WHISPER = WhisperConfig(80, 51865, 32, 2, 4, 1, 4, audio_context=200, text_context=8)
 
@@ -84,6 +88,38 @@ def test_ctc_on_whispers_encoder_becomes_a_model_and_part_of_it_may_stay(
     again = opened(config)
     same = again.optimizer.weights()["encoder.layers.1.mlp.up.weight"]
     assert torch.equal(same, written["encoder.layers.1.mlp.up.weight"].float())
+
+
+def test_what_is_longer_than_whispers_positions_is_left_out_and_named(whisper: Path, tmp_path: Path) -> None:
+    manifest = write_corpus(tmp_path, 6)
+    lines = manifest.read_text()
+    for name, letters in (("slow", 37), ("long", 42)):  # of 4 s, 3.7 fit unless they are played at a speed of 0.9
+        write_wav(tmp_path / f"{name}.wav", tones("ab" * 21)[: letters * 1600])
+        lines += cut(tmp_path / f"{name}.wav", "a", letters / 10) + "\n"
+    manifest.write_text(lines)
+    config = config_on(tmp_path / "run", manifest, whisper)
+    progress = Notes()
+    with processes("cpu", config.parallel) as joined:
+        trainer = open_run(config, joined, progress)
+        trainer.run()
+    assert len(trainer.data.manifest) == 6
+    assert trainer.dev is not None
+    assert len(trainer.dev.manifest) == 7
+    assert [note.partition(": ")[2] for note in progress.notes if "left out" in note] == ["slow, long", "long"]
+    assert {trainer.data.manifest[number].id for number in range(6)} == {f"0-{number}" for number in range(6)}
+    config.output, config.augment = str(tmp_path / "none"), AugmentOptions(speeds=(0.1,))
+    with processes("cpu", config.parallel) as joined, pytest.raises(UsageError, match="max-seconds"):
+        open_run(config, joined, progress)
+
+
+class Notes(Silent):
+    """Keeps what is said."""
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+
+    def note(self, message: str) -> None:
+        self.notes.append(message)
 
 
 def test_what_training_hears_is_what_the_recogniser_writes(manifest: Path, whisper: Path, tmp_path: Path) -> None:

@@ -19,8 +19,10 @@ import torch
 from made_corpus import cut, opened, small_config, tones, trained, write_corpus, write_wav
 
 from stapes.checkpoints.spectrogram_models import open_spectrogram_model
+from stapes.data.options import AugmentOptions
 from stapes.errors import ModelError, OutputError, StapesError, UsageError
 from stapes.training.config import TrainConfig
+from stapes.training.cost import read_cost
 from stapes.training.settings import to_toml
 from stapes.training.trainer import Trainer
 
@@ -275,6 +277,23 @@ def test_when_its_time_is_over_it_ends_with_a_result(manifest: Path, dev: Path, 
     again, same = trained(config, resume=True)  # which has no time left
     assert same.steps <= result.steps + 1
     assert again.step == same.steps
+
+
+def test_a_model_says_what_it_cost_in_all_sittings(manifest: Path, dev: Path, tmp_path: Path) -> None:
+    config = small_config(tmp_path / "run", manifest, dev, steps=6)
+    config.augment, config.masks.time_masks, config.masks.frequency_masks = AugmentOptions(), 0, 0
+    first = opened(config)
+    assert first.run(lambda: first.step >= 3).interrupted
+    assert read_cost(tmp_path / "run" / "model") is None
+    second, result = trained(config, resume=True)
+    assert result.model is not None
+    cost = read_cost(result.model)
+    assert cost is not None
+    assert (cost["objective"], cost["augmentation"], cost["steps"]) == ("ctc", "speed, gain", 6)
+    assert "init" not in cost
+    assert cost["hours"] == pytest.approx(result.seconds / 3600, rel=0.05)
+    assert second.audio_seconds > 1.5 * first.audio_seconds
+    assert cost["audio_seconds_per_second"] == pytest.approx(second.audio_seconds / second.seconds, rel=0.05)
 
 
 def test_interrupted_by_the_terminal_a_checkpoint_is_kept(manifest: Path, tmp_path: Path) -> None:

@@ -13,6 +13,8 @@ from typing import Any
 
 from stapes.benchmarks import published
 from stapes.benchmarks.records import BenchResult, CaseRow, Spread, Weights, read_bench
+from stapes.benchmarks.results_objectives import HEADER as OBJECTIVES_HEADER
+from stapes.benchmarks.results_objectives import objective_rows
 from stapes.benchmarks.results_serve import HEADER as SERVED_HEADER
 from stapes.benchmarks.results_serve import served_rows
 from stapes.benchmarks.results_stream import HEADER, live_rows
@@ -86,8 +88,9 @@ def render(results: Sequence[tuple[str, BenchResult]]) -> str:
         "Training steps, of noise of one length: fine-tuning with CTC (its convolutions frozen) and pre-training. The "
         "operations of the convolutions are in the MFU.\n",
         table(TRAIN_HEADER, train_rows(labelled, _model, _device, _faster, BLANK), right=6),
-        "## CTC and attention\n\nWhat each costs to train, and how well it hears then.\n",
-        _objectives(labelled, note),
+        "## CTC and attention\n\nWhat each costs to train, and how well it hears then: means over the seeds "
+        "(lowest–highest). Hours are of one training on a GPU that it shared with others.\n",
+        table(OBJECTIVES_HEADER, objective_rows(labelled, note, _device, BLANK), right=6),
         "## Beside other systems\n\nThe same recording, model, number format and threads. WER says whether the faster "
         "one also wrote what was said.\n",
         _peers(labelled),
@@ -224,32 +227,6 @@ def _recordings(row: CaseRow) -> str:
     if case["work"] == "equal":
         return lengths
     return f"{lengths}, beam {case['beam']}" + (", language model" if case["language_model"] else "")
-
-
-def _objectives(results: Sequence[Labelled], note: Footnotes) -> str:
-    header = ["objective", "hardware", "run", "WER, %", "hours of training", "memory, GB"]
-    rows: list[list[str]] = []
-    for each in published.OBJECTIVES:
-        rows.append(
-            [
-                f"*{each.objective}*{note(each.source)}",
-                "*not told*",
-                "*published*",
-                *(f"*{value:.3g}*" for value in (100 * each.wer, each.hours, each.gigabytes)),
-            ]
-        )
-        measured = []
-        for label, result in results:
-            for row in result.rows if result.name == "train" else []:
-                if row.case.get("objective") != each.objective:
-                    continue
-                figures, peak = row.ours.figures, row.ours.figures.get("peak_device_bytes")
-                hours = spread(row.ours.wall_seconds, lambda value: f"{value / 3600:.2f}")
-                memory = BLANK if peak is None else f"{peak / 1e9:.1f}"
-                device = f"{_device(result, row.case)}, stapes"
-                measured.append([each.objective, device, label, _percent(figures.get("wer")), hours, memory])
-        rows += measured or [[f"{each.objective}, stapes", "any", "training is not built yet", BLANK, BLANK, BLANK]]
-    return table(header, rows, right=3)
 
 
 def _peers(results: Sequence[Labelled]) -> str:

@@ -16,6 +16,7 @@ from stapes.cli.bench_bulk import bulk
 from stapes.cli.bench_ctc import ctc
 from stapes.cli.bench_kernels import kernels
 from stapes.cli.bench_mlperf import mlperf
+from stapes.cli.bench_objectives import objectives
 from stapes.cli.bench_run import listed, measure, tell
 from stapes.cli.bench_serve import serve
 from stapes.cli.bench_stream import stream
@@ -43,6 +44,7 @@ app.command(bulk)
 app.command(ctc)
 app.command(kernels)
 app.command(mlperf)
+app.command(objectives)
 app.command(serve)
 app.command(stream)
 app.command(train)

@@ -84,6 +84,21 @@ class Manifest:
         return (self[number] for number in range(len(self)))
 
 
+class Chosen(Manifest):
+    """Some of a manifest's utterances, by their numbers (at least one)."""
+
+    def __init__(self, manifest: Manifest, numbers: np.ndarray) -> None:
+        self.paths = manifest.paths
+        self._manifest, self._numbers = manifest, numbers
+        self.durations, self.keys = manifest.durations[numbers], manifest.keys[numbers]
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __getitem__(self, number: int) -> Utterance:
+        return self._manifest[int(self._numbers[number])]
+
+
 def read_cuts(path: Path) -> Iterator[Utterance]:
     """The cuts of a lhotse CutSet, one after another. Raises UsageError as ``Manifest`` does.
 

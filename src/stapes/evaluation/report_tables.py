@@ -98,7 +98,7 @@ def cost(value: dict[str, Any] | None) -> str:
         return UNKNOWN
     words = []
     for name, known in value.items():
-        if known is not None:
+        if isinstance(known, (str, int, float)):  # not the command
             shown = size(known) if name.endswith("_bytes") and isinstance(known, (int, float)) else f"{known}"
             words.append(f"{name.removesuffix('_bytes').replace('_', ' ')} {shown}")
     return ", ".join(words) or UNKNOWN

@@ -15,6 +15,7 @@ from stapes.evaluation.results import ModelFacts
 from stapes.options import Backend, Precision, TranscribeOptions
 from stapes.progress import Progress
 from stapes.recognizer import Recognizer
+from stapes.training.cost import read_cost
 
 _PRECISIONS = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
@@ -105,6 +106,7 @@ def open_system(
         precision=precision_of(recognizer, precision),
         device=recognizer.device.name,
         parameters=recognizer.family.parameters,
+        training_cost=read_cost(location.path) if location else None,
     )
     return Stapes(recognizer, options, facts)
 

@@ -15,11 +15,11 @@ from stapes.data.crops import Crops
 from stapes.data.manifest import Manifest
 from stapes.devices.backend import attention_kernels, usable_dtypes
 from stapes.errors import UsageError
-from stapes.progress import Progress
+from stapes.progress import Progress, Silent
 from stapes.text.ctc_tokenizer import CTCTokenizer
 from stapes.training.checkpoint import Checkpoints
 from stapes.training.config import TrainConfig, changes
-from stapes.training.corpus import open_manifest
+from stapes.training.corpus import leave_out_long, open_manifest
 from stapes.training.deepspeed import DeepSpeedOptimizer
 from stapes.training.fp8 import check_fp8
 from stapes.training.fused import fuse_network
@@ -88,14 +88,16 @@ def open_run(config: TrainConfig, processes: Processes, progress: Progress, *, r
     is_whisper = config.objective.kind == "whisper"
     tokenizer = open_labels(config) if is_whisper else open_vocabulary(config, manifest, kept)
     seconds = config.data.batch_seconds * _SMALLER ** _times_out_of_memory(config.folder)
-    dev = None
-    if config.data.dev:
-        dev_manifest = open_manifest(config, config.data.dev)
-        longest = WINDOW_SECONDS if is_whisper else float(dev_manifest.durations.max()) + 0.1
-        dev = _data(config, dev_manifest, tokenizer, processes, max(seconds, longest))
     precision = choose_precision(config, processes)
     strategy = choose_strategy(config.parallel, processes.world_size)
     network, source = build_network(config, tokenizer, config.seed)
+    listener = progress if processes.is_first else Silent()
+    manifest = leave_out_long(manifest, network, min(config.augment.speeds), listener)
+    dev = None
+    if config.data.dev:
+        dev_manifest = leave_out_long(open_manifest(config, config.data.dev), network, 1.0, listener)
+        longest = WINDOW_SECONDS if is_whisper else float(dev_manifest.durations.max()) + 0.1
+        dev = _data(config, dev_manifest, tokenizer, processes, max(seconds, longest))
     if source is None and step is None:
         measure_corpus(network, manifest)
     freeze(network, config.optimizer)
@@ -257,7 +259,7 @@ def _restore(trainer: Trainer, checkpoints: Checkpoints, step: int, progress: Pr
     trainer.optimizer.load_state_dict(state["optimizer"])
     trainer.data.load_state_dict(state["data"])
     trainer.bad_steps, trainer.worse = state["bad_steps"], state["worse"]
-    trainer.seconds_before = state["seconds"]
+    trainer.seconds_before, trainer.audio_seconds = state["seconds"], state.get("audio_seconds", 0.0)
     if trainer.processes.is_first:
         checkpoints.forget_after(step)
         progress.note(f"going on from step {step}")

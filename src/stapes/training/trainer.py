@@ -20,6 +20,7 @@ from stapes.errors import DeviceError, StapesError
 from stapes.progress import Progress
 from stapes.training.checkpoint import Checkpoints, average_weights
 from stapes.training.config import TrainConfig
+from stapes.training.cost import settings_of, write_cost
 from stapes.training.deepspeed import DeepSpeedOptimizer
 from stapes.training.dev import score_dev
 from stapes.training.metrics import MetricsLog, Window, rates, rounded
@@ -102,6 +103,8 @@ class Trainer:
         """Evaluations in a row without a better one."""
         self.seconds_before = 0.0
         """In earlier sittings."""
+        self.audio_seconds = 0.0
+        """Of all batches in all sittings, without padding."""
         self._running: Running | None = None
         self._reported: set[str] = set()
         self._norm = 0.0
@@ -185,7 +188,7 @@ class Trainer:
         if device.type == "cuda":
             # Into pinned memory, for the host waits for a copy into any other.
             figures = torch.empty_like(figures, device="cpu", pin_memory=True).copy_(figures, non_blocking=True)
-            ready = torch.cuda.Event()
+            ready = torch.cuda.Event(blocking=True)  # the core that would wait is left to those who read audio
             ready.record()
         rows = [(batch.ids, each.rows) for batch, each in zip(batches, losses, strict=False)]
         self._running = Running(step, figures, ready, rows)
@@ -291,6 +294,7 @@ class Trainer:
         for batch in batches:
             window.units += self.objective.units(batch)
             window.seconds += batch.seconds
+            self.audio_seconds += batch.seconds * self.processes.data_size
             window.padded_seconds += batch.padded_seconds
             window.rows += float(batch.weights.sum())
             window.flops += self.costs.of(len(batch), batch.samples, batch.targets.shape[1]).flops
@@ -398,6 +402,21 @@ class Trainer:
             self.config,
         )
 
+    def _write_cost(self) -> None:
+        """Write beside the result what it took."""
+        on_gpu = self.device.type != "cpu"
+        cost = {
+            **settings_of(self.config),
+            "corpus_hours": rounded(self.data.epoch_seconds / 3600),
+            "steps": self.step,
+            "hours": rounded(self.seconds / 3600),
+            "audio_seconds_per_second": rounded(self.audio_seconds / self.seconds),
+            "processes": self.processes.world_size,
+            "device": self.processes.device.name,
+            "peak_memory_bytes": torch.cuda.max_memory_allocated(self.device) if on_gpu else None,
+        }
+        write_cost(self.config.folder / "model", cost)
+
     def _save(self) -> None:
         """Keep everything that going on needs."""
         self._settle()
@@ -410,6 +429,7 @@ class Trainer:
             "bad_steps": self.bad_steps,
             "worse": self.worse,
             "seconds": self.seconds,
+            "audio_seconds": self.audio_seconds,
         }
         if self.log is not None:
             record = {"step": self.step, "config": to_mapping(self.config), "world_size": self.processes.world_size}
@@ -426,6 +446,7 @@ class Trainer:
         if self.dev is None:
             if self.log is not None:
                 self._write_model(weights)
+                self._write_cost()
             return Result(model, self.step, None, None, self.seconds, False)
         if self._evaluated != self.step:
             self._evaluate()
@@ -445,6 +466,7 @@ class Trainer:
         if self.log is not None:
             values = {name: rounded(value) for name, value in found.items()}
             self.log.write(self.step, "result", {**values, "seconds": self.seconds})
+            self._write_cost()
         self.processes.wait()
         wer, cer = found.get("wer"), found.get("cer")
         return Result(model, self.step, wer, cer, self.seconds, False, found.get("loss"), found.get("accuracy"))
