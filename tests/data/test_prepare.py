@@ -20,7 +20,7 @@ from made_corpora import RATE, simple, tone, write
 from shared_data import DATA
 from stapes.cli.main import main
 from stapes.data import prepare as prepare_module
-from stapes.data.checks import REASONS, UNREADABLE, fingerprint
+from stapes.data.checks import REASONS, UNREADABLE, AudioFacts, fingerprint
 from stapes.data.corpora import Row
 from stapes.data.manifest import Manifest
 from stapes.data.options import PrepareOptions
@@ -396,3 +396,18 @@ def test_real_corpora(tmp_path, corpus):
     assert report["rejected"]["by_reason"] == ({"no text": 17} if corpus == "noise-rir" else {})
     if corpus == "yesno":
         assert set(report["splits"]["train"]["characters"]) == set("לאכן ")
+
+
+def test_much_that_is_not_committed_locks_nobody_out(tmp_path: Path) -> None:
+    """On 16 cores thousands of measurements come between two commits: more than SQLite keeps in memory by itself."""
+    facts = AudioFacts(code="", digest="0" * 64, error="x" * 400)
+    with prepare_module._Journal(tmp_path / "measured.sqlite") as journal:
+        journal.add(prepare_module._Measured("first", facts, True))
+        journal._commit()
+        for number in range(12_000):
+            journal._committed = time.monotonic()
+            journal.add(prepare_module._Measured(f"{number:064}", facts, True))
+        looking = sqlite3.connect(f"{journal.path.resolve().as_uri()}?mode=ro", uri=True, timeout=0.1)
+        assert looking.execute("SELECT count(*) FROM measured").fetchone() == (1,)
+        looking.close()
+    assert prepare_module._look_up(tmp_path / "measured.sqlite", f"{11_999:064}") == facts

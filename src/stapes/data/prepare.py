@@ -265,6 +265,9 @@ class _Journal:
 
     def _open(self) -> None:
         self._connection = sqlite3.connect(self.path, timeout=60)
+        # What is not committed yet stays in memory. Written early, as SQLite does when it is much, it locks out those
+        # who look up, and they are whom the next commit waits for.
+        self._connection.execute("PRAGMA cache_spill = OFF")
         self._connection.execute("CREATE TABLE IF NOT EXISTS measured (key TEXT PRIMARY KEY, facts TEXT) WITHOUT ROWID")
         self._connection.commit()
 
