@@ -21,8 +21,8 @@ from made_corpus import cut, opened, small_config, tones, trained, write_corpus,
 from stapes.checkpoints.spectrogram_models import open_spectrogram_model
 from stapes.data.options import AugmentOptions
 from stapes.errors import ModelError, OutputError, StapesError, UsageError
+from stapes.evaluation.training_cost import read_cost
 from stapes.training.config import TrainConfig
-from stapes.training.cost import read_cost
 from stapes.training.settings import to_toml
 from stapes.training.trainer import Trainer
 

@@ -12,10 +12,10 @@ from stapes.checkpoints import catalog
 from stapes.errors import ModelError, StapesError, UsageError
 from stapes.evaluation.peers import Peer, is_peer, open_peer
 from stapes.evaluation.results import ModelFacts
+from stapes.evaluation.training_cost import read_cost
 from stapes.options import Backend, Precision, TranscribeOptions
 from stapes.progress import Progress
 from stapes.recognizer import Recognizer
-from stapes.training.cost import read_cost
 
 _PRECISIONS = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 

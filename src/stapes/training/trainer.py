@@ -17,10 +17,11 @@ from torch import Tensor
 from stapes.data.batching import Batch, TrainingData
 from stapes.data.seeds import mix
 from stapes.errors import DeviceError, StapesError
+from stapes.evaluation.training_cost import write_cost
 from stapes.progress import Progress
 from stapes.training.checkpoint import Checkpoints, average_weights
 from stapes.training.config import TrainConfig
-from stapes.training.cost import settings_of, write_cost
+from stapes.training.cost import settings_of
 from stapes.training.deepspeed import DeepSpeedOptimizer
 from stapes.training.dev import score_dev
 from stapes.training.metrics import MetricsLog, Window, rates, rounded
