@@ -13,8 +13,10 @@ from typing import Any
 
 from stapes.benchmarks import published
 from stapes.benchmarks.records import BenchResult, CaseRow, Spread, Weights, read_bench
+from stapes.benchmarks.results_adapt import adapted_section
 from stapes.benchmarks.results_objectives import HEADER as OBJECTIVES_HEADER
 from stapes.benchmarks.results_objectives import objective_rows
+from stapes.benchmarks.results_pretrain import pretraining_part
 from stapes.benchmarks.results_serve import HEADER as SERVED_HEADER
 from stapes.benchmarks.results_serve import served_rows
 from stapes.benchmarks.results_stream import HEADER, live_rows
@@ -91,6 +93,11 @@ def render(results: Sequence[tuple[str, BenchResult]]) -> str:
         "## CTC and attention\n\nWhat each costs to train, and how well it hears then: means over the seeds "
         "(lowest–highest). Hours are of one training on a GPU that it shared with others.\n",
         table(OBJECTIVES_HEADER, objective_rows(labelled, note, _device, BLANK), right=6),
+        "## Pre-training\n\nwav2vec 2.0 from audio alone, then fine-tuned, beside its twin from nothing: as many steps "
+        "on the same hours, each with the learning rate that is best on dev. With a strict loss of 4.615, which is "
+        "ln(1 + negatives), nothing is known. Minutes are of a GPU that several trainings may have shared.\n",
+        pretraining_part(labelled, _files(results), _device, table, BLANK),
+        adapted_section(labelled, _device, table, BLANK),
         "## Beside other systems\n\nThe same recording, model, number format and threads. WER says whether the faster "
         "one also wrote what was said.\n",
         _peers(labelled),
@@ -423,6 +430,10 @@ def _device(result: BenchResult, case: dict[str, Any]) -> str:
 
 def _is_wav2vec2(result: BenchResult) -> bool:
     return "wav2vec2" in result.weights.name
+
+
+def _files(results: Sequence[tuple[str, BenchResult]]) -> dict[str, str]:
+    return {f"R{number}": name for number, (name, _) in enumerate(results, 1)}
 
 
 def _percent(value: float | None) -> str:

@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 from cyclopts import App, Parameter
 
+from stapes.cli.bench_adapted import adapted
 from stapes.cli.bench_allreduce import allreduce
 from stapes.cli.bench_bulk import bulk
 from stapes.cli.bench_ctc import ctc
 from stapes.cli.bench_kernels import kernels
 from stapes.cli.bench_mlperf import mlperf
 from stapes.cli.bench_objectives import objectives
+from stapes.cli.bench_pretraining import pretraining
 from stapes.cli.bench_run import listed, measure, tell
 from stapes.cli.bench_serve import serve
 from stapes.cli.bench_stream import stream
@@ -39,12 +41,14 @@ app = App(
     ),
 )
 
+app.command(adapted)
 app.command(allreduce)
 app.command(bulk)
 app.command(ctc)
 app.command(kernels)
 app.command(mlperf)
 app.command(objectives)
+app.command(pretraining)
 app.command(serve)
 app.command(stream)
 app.command(train)

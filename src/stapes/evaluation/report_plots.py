@@ -231,19 +231,25 @@ def stacked_bars(
         return _finish(figure, name, title, f"{words}.")
 
 
-def over_time(name: str, title: str, axis: str, lines: Sequence[tuple[str, Sequence[float], Sequence[float]]]) -> Plot:
+def over_time(
+    name: str,
+    title: str,
+    axis: str,
+    lines: Sequence[tuple[str, Sequence[float], Sequence[float]]],
+    along: str = "seconds",
+) -> Plot:
     """Quantities over seconds: (label, seconds, values) of each line, named in a legend by style and colour."""
     with rc_context(_STYLE):
         figure, axes = _figure(7.2, 2.6)
         for index, (label, seconds, values) in enumerate(lines):
             axes.plot(seconds, values, color=_SERIES[index], linestyle=_LINES[index], linewidth=1.3, label=label)
         axes.set_ylim(bottom=0)
-        axes.set_xlabel("seconds")
+        axes.set_xlabel(along)
         axes.set_ylabel(axis)
         if len(lines) > 1:
             figure.legend(loc="outside upper left", ncols=len(lines), fontsize=8, handlelength=2.6)
         most = "; ".join(f"{label}: at most {max(values, default=0.0):.3g}" for label, _, values in lines)
-        return _finish(figure, name, title, f"{axis} over seconds. {most}.")
+        return _finish(figure, name, title, f"{axis} over {along}. {most}.")
 
 
 def _figure(width: float, height: float) -> tuple[Figure, Any]:
