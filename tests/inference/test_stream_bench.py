@@ -167,6 +167,13 @@ def test_recordings_are_whole_clips_with_pauses():
     assert np.array_equal(pcm[-16_000:], pause(1.0))
 
 
+def test_clients_begin_all_over_the_corpus():
+    bench = StreamBench.__new__(StreamBench)
+    bench._clips = [Clip(sound([n]), str(n)) for n in range(1, 11)]
+    first = [bench._recording(number, 5, 2.0)[1][0][0].text for number in range(5)]
+    assert first == ["1", "3", "5", "7", "9"]
+
+
 @pytest.mark.parametrize("wrong", [{"streams": ()}, {"streams": (0,)}, {"seconds": 0.1}, {"target": 0.0}])
 def test_what_cannot_be_measured_is_said(wrong: Mapping[str, Any]):
     with pytest.raises(UsageError):

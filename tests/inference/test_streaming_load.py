@@ -100,6 +100,7 @@ def simulate(count: int, monkeypatch: pytest.MonkeyPatch, window_seconds: float)
 
 
 def test_a_few_streams_are_heard_as_often_as_may_be(monkeypatch: pytest.MonkeyPatch):
+    """whisper_streaming #157: words came unevenly."""
     figures = simulate(4, monkeypatch, 0.004)
     assert figures["committed_changed"] == figures["failed"] == 0
     assert figures["partial_interval"] == pytest.approx(0.3, abs=0.01)

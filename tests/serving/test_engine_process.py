@@ -76,7 +76,8 @@ def ask(server: Server, audio: bytes, **fields: str) -> httpx.Request:
 
 
 def test_a_client_that_leaves_cancels_its_work(whisper: Server, windows: Windows) -> None:
-    """speaches #129, sglang-omni #2111: work went on after the client had left; whisper_streaming #106: or died."""
+    """speaches #129, sglang-omni #2111, oh-my-pi #4097: work went on after the client had left; whisper_streaming #106:
+    or died."""
     until(lambda: at_work(whisper) == 0, 10)
     with httpx.Client(timeout=60) as client:
         answer = client.send(ask(whisper, windows(20), vad="false", stream="true"), stream=True)
@@ -129,8 +130,15 @@ def test_three_seconds_do_not_wait_for_ten_minutes(whisper: Server, fox: bytes, 
     assert beside[1] < 3 * alone + 1
 
 
+def test_the_web_process_is_without_pytorch(whisper: Server, fox: bytes) -> None:
+    assert whisper.post(fox).status_code == 200
+    assert "libtorch" not in Path(f"/proc/{whisper.process.pid}/maps").read_text()
+    assert "libtorch" in Path(f"/proc/{whisper.engine_pid()}/maps").read_text()
+
+
 def test_many_at_once_share_batches(whisper: Server, fox: bytes) -> None:
-    """FunASR #3528 (one lock for all), sglang-omni #1470 (eight at once ended it), faster-whisper #1055."""
+    """FunASR #3528 and #3529 (one lock for all), sglang-omni #1470 (eight at once ended it), faster-whisper #1055 and
+    #660, whisperX #972 (each of them took memory of its own)."""
     want = whisper.post(fox).json()["text"]
 
     def counted() -> tuple[float, float]:

@@ -198,7 +198,8 @@ def test_a_truncated_recording_says_so(guarded: Server, speech: bytes) -> None:
 
 @pytest.mark.parametrize(("codec", "container", "name"), [("libopus", "webm", "a.webm"), ("aac", "mp4", "a.ogg")])
 def test_containers_are_known_by_content(guarded: Server, speech: bytes, codec: str, container: str, name: str) -> None:
-    """vLLM #18385 and speakr #156: webm was 500; hermes-agent #68719: MP4 named .ogg; Whisper-WebUI #492: m4a."""
+    """vLLM #18385 and speakr #156: webm was 500; hermes-agent #68719: MP4 named .ogg; Whisper-WebUI #492 and
+    VoiceStudio #2039: m4a."""
     samples = np.frombuffer(speech[44:], "<i2").astype(np.float32) / 32768
     file = io.BytesIO()
     encode(file, samples, codec, container, rate=48_000)

@@ -22,6 +22,7 @@ CONTAINERS = "test_containers_are_known_by_content"
 SIZE_ZERO = "test_sizes_of_zero_in_a_header_are_no_silence"
 DEAF = "test_a_client_that_reads_nothing_and_idle_ones_hurt_nobody"
 MADE_UP = "test_what_makes_no_sense_is_400_and_names_the_field"
+LAST_WORD = "test_no_last_word_is_lost_where_the_sound_ends_in_it"
 TEN_HOURS = "test_ten_hours_take_no_more_memory_than_one"
 SHARE = "test_many_at_once_share_batches"
 UNKNOWN_MODEL = "test_an_unknown_model_is_404_and_nothing_is_fetched"
@@ -43,10 +44,14 @@ TABLE: list[tuple[int, str, str, str]] = [
     (10, "FunASR #3528", PROCESS, SHARE),
     (11, "sglang-omni #1470", PROCESS, SHARE),
     (11, "sglang-omni #1470", PROCESS, KILLED),
+    (10, "#3529", PROCESS, SHARE),
     (12, "faster-whisper #1055", PROCESS, SHARE),
+    (12, "#660", PROCESS, SHARE),
+    (12, "whisperX #972", PROCESS, SHARE),
     (13, "wenet #2716", REALTIME, "test_there_is_no_work_left_of_clients_that_have_gone"),
     (14, "speaches #129", PROCESS, LEAVES),
     (14, "sglang-omni #2111", PROCESS, LEAVES),
+    (14, "oh-my-pi #4097", PROCESS, LEAVES),
     (15, "whisper_streaming #106", PROCESS, LEAVES),
     (15, "whisper_streaming #106", REALTIME, DEAF),
     (16, "TranscriptionSuite #239", REALTIME, "test_a_broken_connection_loses_nothing"),
@@ -56,6 +61,7 @@ TABLE: list[tuple[int, str, str, str]] = [
     (19, "vLLM #18385", HOSTILE, CONTAINERS),
     (19, "speakr #156", HOSTILE, CONTAINERS),
     (19, "Whisper-WebUI #492", HOSTILE, CONTAINERS),
+    (19, "#2039", HOSTILE, CONTAINERS),
     (20, "hermes-agent #68719", HOSTILE, CONTAINERS),
     (21, "daymade PR #257", SDK, MADE_UP),
     (22, "minutes #519", HOSTILE, SIZE_ZERO),
@@ -63,15 +69,20 @@ TABLE: list[tuple[int, str, str, str]] = [
     (23, "i-dot-ai/minute #91", HOSTILE, "test_a_truncated_recording_says_so"),
     (24, "WhisperLiveKit #372", STREAMING, TEN_HOURS),
     (25, "#195", STREAMING, TEN_HOURS),
+    (25, "PR #196", STREAMING, TEN_HOURS),
     (26, "WhisperLive #270", STREAMING, "test_words_come_while_somebody_speaks"),
     (27, "whisper_streaming #102", STREAMING, "test_the_prompt_is_what_was_said_last"),
-    (28, "pipecat #5621", STREAMING, "test_no_last_word_is_lost_where_the_sound_ends_in_it"),
+    (27, "#157", "inference/test_streaming_load.py", "test_a_few_streams_are_heard_as_often_as_may_be"),
+    (28, "pipecat #5621", STREAMING, LAST_WORD),
+    (28, "teamclu #1470", STREAMING, LAST_WORD),
+    (28, "transcribe.cpp #71", STREAMING, LAST_WORD),
     (29, "speaches #58", SDK, "test_verbose_json_without_granularities_has_segments"),
     (29, "speaches #29", SDK, "test_granularities"),
     (30, "meetily #605", STREAMING, "test_text_without_spaces_is_agreed_on_by_characters"),
     (30, "meetily PR #605", "inference/test_agreement.py", "test_committed_words_never_change"),
     (31, "OpenWhispr #2150", SDK, "test_stream_of_a_long_recording_comes_as_it_is_done"),
     (32, "Chatterbox-TTS PR #136", HOSTILE, "test_names_are_for_messages_alone"),
+    (32, "#147", HOSTILE, "test_names_are_for_messages_alone"),
 ]
 
 
@@ -91,3 +102,5 @@ def test_no_pain_was_forgotten() -> None:
     numbers = {int(number) for number in re.findall(r"(?:^|\| )(\d+) [A-Za-z]", section, re.MULTILINE)}
     assert len(numbers) >= 32
     assert numbers <= {number for number, *_ in TABLE}
+    named = {thread for _, report, *_ in TABLE for thread in re.findall(r"#\d+", report)}
+    assert set(re.findall(r"#\d+", section)) <= named

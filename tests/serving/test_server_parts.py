@@ -17,9 +17,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from stapes.checkpoints.sizes import published_config
 from stapes.cli.main import app as command_line
 from stapes.cli.serve import app as serve_app
-from stapes.errors import StapesError, UsageError
+from stapes.errors import ModelError, StapesError, UsageError
+from stapes.inference import whisper_family
 from stapes.options import TranscribeOptions
 from stapes.serving import wire
 from stapes.serving.access import Client, Keys, Origins, digest, new_key
@@ -174,12 +176,37 @@ def test_names_of_models() -> None:
         Served(["base"], ["ours=small"])
 
 
+def test_an_adapter_is_the_first_models_unless_it_says_whose(tmp_path: Path) -> None:
+    folders = [tmp_path / name for name in ("one", "a=b", "none")]
+    for folder in folders:
+        folder.mkdir()
+    for folder in folders[:2]:
+        (folder / "adapter_config.json").write_text("{}")
+    one, odd, none = map(str, folders)
+    both = Served(["base", "tiny.en"], adapters=[f"tiny.en={one}", odd])
+    assert both.adapters == {"tiny.en": one, "base": odd}
+    assert Served([one], adapters=[f"one={odd}"]).adapters == {one: odd}  # by the name that clients say
+    for adapter, error in ((f"small={one}", UsageError), (none, ModelError), ("base=nowhere", ModelError)):
+        with pytest.raises(error, match="--adapter"):
+            Served(["base"], adapters=[adapter])
+    with pytest.raises(UsageError, match="--model"):
+        Served(["base"], adapters=[one, f"base={odd}"])
+
+
 def test_every_kind_of_error_has_a_status_and_openais_shape() -> None:
     for kind in StapesError.__subclasses__():
         error = ApiError.of(kind("what and how"))
         assert 400 <= error.status < 600
         assert set(error.body()["error"]) == {"message", "type", "param", "code"}
     assert ApiError(429, "x", retry_after=0.2).headers() == {"retry-after": "1"}
+
+
+def test_watching_a_whisper_does_not_build_its_network_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint: Any = SimpleNamespace(config=published_config("tiny.en"), suppress_tokens=())
+    family = whisper_family.WhisperFamily("tiny.en", checkpoint, tokenizer=None, engine=None)  # type: ignore[arg-type]
+    count = family.parameters
+    monkeypatch.setattr(whisper_family, "Whisper", None)  # engines tell it twice a second
+    assert family.parameters == count > 37e6
 
 
 # Turns.

@@ -20,7 +20,8 @@ from transformers import WhisperForConditionalGeneration
 from stapes import load
 from stapes.checkpoints.formats import whisper_names
 from stapes.checkpoints.load import open_checkpoint
-from stapes.checkpoints.low_rank import merge_adapter, with_adapter
+from stapes.checkpoints.low_rank import with_adapter
+from stapes.checkpoints.save import save_huggingface
 from stapes.errors import ModelError, UsageError
 from stapes.models.low_rank import LowRankLinear
 from stapes.models.whisper import Whisper
@@ -151,7 +152,7 @@ def test_an_adapted_network_begins_as_its_base_and_merges_exactly(
         mel, tokens = objective.features(prepared), objective.texts(prepared.batch)[0]
         found, wanted = (each.decoder.teacher_forced(tokens, each.encoder(mel)) for each in [merged, network])
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
-    merge_adapter(open_checkpoint(whisper), result.model, tmp_path / "merged")
+    save_huggingface(with_adapter(open_checkpoint(whisper), result.model), tmp_path / "merged")
     theirs = dict(WhisperForConditionalGeneration.from_pretrained(tmp_path / "merged").named_parameters())
     assert all(torch.equal(theirs[other], merged.get_parameter(ours)) for ours, other, _ in whisper_names(CONFIG))
     kept = torch.load(tmp_path / "run" / "checkpoints" / "step-4" / "state.pt", weights_only=True)

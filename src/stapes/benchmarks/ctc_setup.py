@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from stapes.benchmarks.records import Weights
-from stapes.checkpoints.alignment import sha256
+from stapes.checkpoints.files import sha256
 from stapes.checkpoints.wav2vec2 import Wav2Vec2Checkpoint, load_wav2vec2, open_wav2vec2
 from stapes.devices.backend import Device, choose_dtype
 from stapes.errors import ModelError, UsageError

@@ -267,8 +267,11 @@ class ServeBench:
             if batching == "dynamic":
                 self._reached = figures["requests_per_second"]
 
-        facts = {"load": "closed", "clients": clients}
-        return self._case(facts, requests, play, lambda: play(requests[: max(8, 2 * clients)]), noted)
+        def warm_up(batching: str) -> None:
+            at_once = min(clients, size_of(batching) or clients)
+            play(requests[: max(8, 2 * at_once)])
+
+        return self._case({"load": "closed", "clients": clients}, requests, play, warm_up, noted)
 
     def _at_rate(self, rate: float) -> Case:
         requests = self._requests(self.settings.requests)
@@ -279,7 +282,7 @@ class ServeBench:
         def play() -> list[Answer]:
             return asyncio.run(open_loop(server, requests, arrivals))
 
-        def warm_up() -> None:
+        def warm_up(batching: str) -> None:
             asyncio.run(closed_loop(server, requests[:8], 4))
 
         return self._case({"load": "open", "rate": round(rate, 3)}, requests, play, warm_up)
@@ -289,7 +292,7 @@ class ServeBench:
         facts: dict[str, Any],
         requests: Sequence[Recording],
         play: Callable[[], list[Answer]],
-        warm_up: Callable[[], Any],
+        warm_up: Callable[[str], None],
         noted: Callable[[dict[str, Any], str], None] = lambda figures, batching: None,
     ) -> Case:
         facts |= {"requests": len(requests), "sound_seconds": round(sum(each.seconds for each in requests), 1)}
@@ -305,7 +308,7 @@ class ServeBench:
         def opened() -> list[Contender]:
             for batching in self.settings.batching:
                 self._switch(batching)
-                warm_up()
+                warm_up(batching)
             return [contender(batching) for batching in self.settings.batching]
 
         return Case(facts | {"target": self.settings.target} | self._facts, opened)

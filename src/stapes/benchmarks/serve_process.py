@@ -62,7 +62,9 @@ class ServerProcess:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+            assert process.stdin is not None
             assert process.stdout is not None
+            process.stdin.close()
             process.stdout.close()
         self._folder.cleanup()
 
@@ -76,7 +78,7 @@ class ServerProcess:
         with self._said.open("wb") as said:
             self._process = subprocess.Popen(  # noqa: S603 - ourselves
                 [sys.executable, "-m", "stapes.benchmarks.serve_server", json.dumps(self._values())],
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE,  # closes when we are no more, however that came, and then it ends too
                 stdout=subprocess.PIPE,
                 stderr=said,
                 text=True,

@@ -1,13 +1,16 @@
 """The server that `stapes bench serve` measures: `stapes serve`, with one more route to change how it batches.
 
 ``python -m stapes.benchmarks.serve_server SETTINGS`` (JSON: ``models``, ``limits``) listens on a free port of loopback
-and prints its address.
+and prints its address. It ends when its standard input does.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
+import threading
 from contextlib import suppress
 
 from fastapi import APIRouter, FastAPI, Request
@@ -44,8 +47,14 @@ def make_app(settings: ServerSettings, log: Log) -> FastAPI:
     return app
 
 
+def _end_with_parent() -> None:
+    sys.stdin.buffer.read()
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
 def main() -> None:
     """Entry point."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     values = json.loads(sys.argv[1])
     settings = ServerSettings(
         network=NetworkSettings(port=0),

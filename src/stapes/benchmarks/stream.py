@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 import stapes
@@ -43,7 +44,7 @@ from stapes.options import Precision, TranscribeOptions, TurnOptions
 from stapes.recognizer import Recognizer
 
 _WARM_UP_SECONDS = 6.0
-_MOST_CLIPS = 64
+_MOST_CLIPS = 256
 _FIRST_SPEECH = 0.3
 """Where speech begins and ends in a clip of a script, seconds from its edges."""
 
@@ -214,7 +215,7 @@ class StreamBench:
         clients = []
         voices: dict[Client, MakeVoice | None] = {}
         for number in range(count):
-            pcm, placed = recording_of(self._clips, number * 7, seconds)
+            pcm, placed = self._recording(number, count, seconds)
             words = self._script(recognizer, placed) if self.settings.random else []
             client = Client(pcm, [word.end for word in words] or None)
             voices[client] = self._voice(recognizer, words) if self.settings.random else None
@@ -225,6 +226,10 @@ class StreamBench:
             return recognizer.live.open(options, self.settings.turns, client.take, make_voice=voices[client])
 
         return play(clients, listen, lambda: recognizer.live.interval)
+
+    def _recording(self, number: int, count: int, seconds: float) -> tuple[np.ndarray, list[tuple[Clip, float]]]:
+        """What one of so many clients says: each begins where another part of the corpus does."""
+        return recording_of(self._clips, number * len(self._clips) // count, seconds)
 
     def _script(self, recognizer: Recognizer, placed: list[tuple[Clip, float]]) -> list[SaidWord]:
         words: list[SaidWord] = []
@@ -240,7 +245,7 @@ class StreamBench:
         return lambda returned: ScriptedVoice(model, options, returned, words)
 
     def _said(self, count: int) -> list[str]:
-        placed = [recording_of(self._clips, number * 7, self.settings.seconds)[1] for number in range(count)]
+        placed = [self._recording(number, count, self.settings.seconds)[1] for number in range(count)]
         return [" ".join(clip.text for clip, _ in of_one) for of_one in placed]
 
     def _wer(self, texts: list[str], count: int) -> float | None:
@@ -249,7 +254,7 @@ class StreamBench:
     def _wer_of_files(self, recognizer: Recognizer, count: int) -> float | None:
         """The same recordings as files: each client's, in one piece."""
         if count not in self._file_wer:
-            recordings = [recording_of(self._clips, number * 7, self.settings.seconds)[0] for number in range(count)]
+            recordings = [self._recording(number, count, self.settings.seconds)[0] for number in range(count)]
             texts = [recognizer.transcribe(pcm, self._options, sample_rate=SAMPLE_RATE).text for pcm in recordings]
             self._file_wer[count] = _wer(self._said(count), texts, self.settings.language)
         return self._file_wer[count]

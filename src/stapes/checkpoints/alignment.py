@@ -7,9 +7,9 @@ SHA-256 that their download addresses carry. A fine-tuned model keeps the heads 
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 
+from stapes.checkpoints.files import sha256
 from stapes.models.whisper import WhisperConfig
 
 Heads = tuple[tuple[int, int], ...]
@@ -89,9 +89,3 @@ def published_heads(config: WhisperConfig, file: Path) -> Heads | None:
     if sizes == _LARGE and file.is_file():
         layers = _BY_SHA256.get(sha256(file))
     return tuple((layer, head) for layer, heads in layers.items() for head in heads) if layers else None
-
-
-def sha256(file: Path) -> str:
-    """The SHA-256 of a file, in hexadecimal."""
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()

@@ -10,7 +10,7 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from stapes.checkpoints.download import download, download_file
-from stapes.checkpoints.huggingface import has_weights
+from stapes.checkpoints.files import has_weights
 from stapes.errors import ModelError
 from stapes.progress import Progress, Silent
 from stapes.text.files import read_json

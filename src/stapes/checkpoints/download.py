@@ -19,7 +19,7 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from stapes.checkpoints.alignment import sha256
+from stapes.checkpoints.files import sha256
 from stapes.errors import ModelError
 from stapes.progress import Progress
 

@@ -7,8 +7,9 @@ from pathlib import Path
 
 from torch import Tensor
 
+from stapes.checkpoints.files import weight_files
 from stapes.checkpoints.formats import WhisperCheckpoint, pairs, whisper_config, whisper_names
-from stapes.checkpoints.tensors import open_tensors, read_tensors, weight_files
+from stapes.checkpoints.tensors import open_tensors, read_tensors
 from stapes.errors import ModelError
 from stapes.models.whisper import WhisperConfig
 from stapes.text.files import read_json
@@ -65,14 +66,6 @@ def reused_languages(folder: Path) -> dict[str, str]:
     codes = {token.removeprefix("<|").removesuffix("|>"): id for token, id in ids.items()}
     own = {id: code for code, id in codes.items() if code in LANGUAGES}
     return {code: own[id] for code, id in codes.items() if code not in LANGUAGES and id in own}
-
-
-def has_weights(folder: Path) -> bool:
-    """Whether all the weights are in ``folder``."""
-    try:
-        return bool(_weight_files(folder))
-    except ModelError:
-        return False
 
 
 def _weight_files(folder: Path) -> list[Path]:

@@ -13,9 +13,10 @@ from torch import nn
 from stapes.checkpoints import catalog
 from stapes.checkpoints.alignment import published_heads
 from stapes.checkpoints.ctranslate2 import open_ctranslate2
+from stapes.checkpoints.files import is_adapter
 from stapes.checkpoints.formats import EMBEDDING, WhisperCheckpoint
 from stapes.checkpoints.huggingface import open_huggingface
-from stapes.checkpoints.low_rank import base_of, is_adapter, with_adapter
+from stapes.checkpoints.low_rank import base_of, with_adapter
 from stapes.checkpoints.openai import open_openai
 from stapes.checkpoints.quantized_folder import is_quantized, open_quantized
 from stapes.devices.memory import trim_heap

@@ -18,16 +18,16 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from stapes.checkpoints.catalog import ALIASES, KNOWN, repository_of
+from stapes.checkpoints.files import ADAPTER_SETTINGS as SETTINGS
 from stapes.checkpoints.folders import written_whole
 from stapes.checkpoints.formats import WhisperCheckpoint, whisper_names
 from stapes.checkpoints.huggingface import reused_languages
-from stapes.checkpoints.save import save_huggingface, write_generation
+from stapes.checkpoints.save import write_generation
 from stapes.errors import ModelError
 from stapes.models.low_rank import DOWN, UP, merge
 from stapes.models.whisper import WhisperConfig
 from stapes.text.files import read_json
 
-SETTINGS = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _PARTS = {"lora_A.weight": DOWN, "lora_B.weight": UP}
@@ -45,11 +45,6 @@ class Adapter:
     """Our name of a weight → the thin matrix that is applied first, and the one after it."""
     language_tokens: Mapping[str, str]
     """Languages that took over another one's token."""
-
-
-def is_adapter(folder: Path) -> bool:
-    """Whether a folder holds an adapter and no model."""
-    return (folder / SETTINGS).is_file() and not (folder / "config.json").is_file()
 
 
 def base_of(folder: Path) -> str:
@@ -117,8 +112,8 @@ def read_adapter(folder: Path, config: WhisperConfig) -> Adapter:
     )
 
 
-def with_adapter(checkpoint: WhisperCheckpoint, folder: Path) -> WhisperCheckpoint:
-    """A model with an adapter merged into it while it is read; on disk both stay apart. Raises ModelError."""
+def with_adapter(checkpoint: WhisperCheckpoint, folder: Path, share: float = 1.0) -> WhisperCheckpoint:
+    """A model with an adapter, or so much of it, merged into it while it is read. Raises ModelError."""
     adapter = read_adapter(folder, checkpoint.config)
     if checkpoint.stored is not None:
         raise ModelError(f"{checkpoint.path} is quantised: merge {folder} into the model before, then quantise that")
@@ -131,19 +126,11 @@ def with_adapter(checkpoint: WhisperCheckpoint, folder: Path) -> WhisperCheckpoi
                     raise ModelError(
                         f"{folder} is of a model of another size than {checkpoint.path}: give its own base"
                     )
-                tensor = merge(tensor, down, up, adapter.scale)
+                tensor = merge(tensor, down, up, share * adapter.scale)
             yield name, tensor
 
     languages = {**checkpoint.language_tokens, **adapter.language_tokens}
     return replace(checkpoint, read=read, language_tokens=languages)
-
-
-def merge_adapter(checkpoint: WhisperCheckpoint, adapter: Path, folder: Path) -> None:
-    """Write a model with its adapter merged in to ``folder``, in Hugging Face's layout.
-
-    Raises ModelError, OutputError.
-    """
-    save_huggingface(with_adapter(checkpoint, adapter), folder)
 
 
 def save_adapter(

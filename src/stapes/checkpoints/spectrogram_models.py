@@ -16,9 +16,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from stapes.checkpoints.files import weight_files
 from stapes.checkpoints.folders import written_whole
 from stapes.checkpoints.formats import WhisperCheckpoint
-from stapes.checkpoints.tensors import open_tensors, read_tensors, weight_files
+from stapes.checkpoints.tensors import open_tensors, read_tensors
 from stapes.errors import ModelError
 from stapes.models.conformer import ConformerConfig
 from stapes.models.ctc_head import CTC, CTCConfig, WhisperEncoder, WhisperEncoderConfig

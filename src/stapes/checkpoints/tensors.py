@@ -14,7 +14,6 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from stapes.errors import ModelError
-from stapes.text.files import read_json
 
 # The mapped pages of a file count as this process's memory until it is closed, so it is closed after each such part.
 _PART = 0.01
@@ -26,29 +25,6 @@ class TensorFile(Protocol):
     def keys(self) -> Iterable[str]: ...
 
     def get_tensor(self, name: str) -> Tensor: ...
-
-
-def weight_files(folder: Path, stem: str = "model", suffix: str = ".safetensors") -> list[Path]:
-    """The weights in ``folder``: one file, or the shards that an index names; none where there are neither.
-
-    Raises ModelError for an index that is broken or names files that are missing or elsewhere.
-    """
-    single = folder / f"{stem}{suffix}"
-    if single.exists():
-        return [single]
-    index = folder / f"{stem}{suffix}.index.json"
-    if not index.exists():
-        return []
-    places = read_json(index).get("weight_map")
-    if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
-        raise ModelError(f"{index} has no 'weight_map'; fetch the model again")
-    files = [folder / file for file in sorted(set(places.values()))]
-    for file in files:
-        if file.resolve().parent != folder.resolve() and not file.is_symlink():
-            raise ModelError(f"{index} points outside its folder; fetch the model again")
-        if not file.exists():
-            raise ModelError(f"{file} is missing; fetch the model again")
-    return files
 
 
 @contextmanager

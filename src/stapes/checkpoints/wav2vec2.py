@@ -16,7 +16,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from stapes.checkpoints.tensors import open_tensors, read_tensors, weight_files
+from stapes.checkpoints.files import weight_files
+from stapes.checkpoints.tensors import open_tensors, read_tensors
 from stapes.checkpoints.wav2vec2_names import (
     HEAD,
     MASK_EMBEDDING,

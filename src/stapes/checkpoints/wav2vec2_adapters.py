@@ -16,8 +16,8 @@ from pathlib import Path
 from safetensors.torch import save_file
 from torch import Tensor
 
+from stapes.checkpoints.files import weight_files
 from stapes.checkpoints.folders import written_whole
-from stapes.checkpoints.tensors import weight_files
 from stapes.checkpoints.wav2vec2 import Wav2Vec2Checkpoint, adapter_file, open_wav2vec2, write_wav2vec2_settings
 from stapes.checkpoints.wav2vec2_names import MASK_EMBEDDING, is_language_weight, wav2vec2_names
 from stapes.errors import UsageError

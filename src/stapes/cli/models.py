@@ -6,7 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from cyclopts import App, Parameter
+from cyclopts import App, Parameter, validators
 
 from stapes.cli.terminal import Terminal, display, to_json
 from stapes.errors import ModelError, UsageError
@@ -85,28 +85,35 @@ def pull(
 @app.command
 def merge(
     base: Annotated[str, Parameter(name="BASE")],
-    adapter: Annotated[Path, Parameter(name="ADAPTER")],
+    learnt: Annotated[Path, Parameter(name="LEARNT")],
     output: Annotated[Path, Parameter(name="OUT")],
     /,
     *,
+    share: Annotated[float, Parameter(validator=validators.Number(gt=0, lte=1))] = 1.0,
     model_dir: str | None = None,
     json: bool = False,
 ) -> int:
-    """Write a Whisper with a LoRA adapter merged in, as a model of its own in Hugging Face's layout.
+    """Write a Whisper with a LoRA adapter merged in, or one between a Whisper and what fine-tuning made of it.
 
-    Example:
+    The result is a model of its own in Hugging Face's layout.
+
+    Examples:
 
         stapes models merge base runs/mine/model base-mine
+        stapes models merge base runs/mine/model base-mine --share 0.6     # it forgets less of what base can do
         stapes transcribe talk.mp3 --model ./base-mine
 
     Parameters
     ----------
     base:
-        The model that the adapter was trained on: name, folder or .pt file.
-    adapter:
-        Folder that `stapes train whisper_lora` or peft wrote.
+        The model that was trained: name, folder or .pt file.
+    learnt:
+        An adapter that `stapes train whisper_lora` or peft wrote, or a model of `stapes train whisper`.
     output:
         A new or empty folder.
+    share:
+        How far the weights go from BASE to LEARNT; part of the way, less is learnt and less forgotten. Choose it on
+        recordings of both kinds.
     model_dir:
         Folder where models are looked for.
     json:
@@ -115,8 +122,11 @@ def merge(
     from dataclasses import replace
 
     from stapes.checkpoints import catalog
+    from stapes.checkpoints.between import between
+    from stapes.checkpoints.files import ADAPTER_SETTINGS
     from stapes.checkpoints.load import open_checkpoint
-    from stapes.checkpoints.low_rank import merge_adapter
+    from stapes.checkpoints.low_rank import with_adapter
+    from stapes.checkpoints.save import save_huggingface
     from stapes.checkpoints.tokenizer import find_tokenizer
 
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
@@ -125,7 +135,16 @@ def merge(
     if found is None:
         raise ModelError(f"There is no model named {base!r} on this machine; {catalog.hint(base)}")
     checkpoint = open_checkpoint(found.path, base, found.parts)
-    merge_adapter(replace(checkpoint, tokenizer=find_tokenizer(checkpoint, model_dir)[0]), adapter, output)
+    checkpoint = replace(checkpoint, tokenizer=find_tokenizer(checkpoint, model_dir)[0])
+    if (learnt / ADAPTER_SETTINGS).exists():
+        made = with_adapter(checkpoint, learnt, share)
+    elif learnt.exists() and share < 1.0:
+        made = between(checkpoint, open_checkpoint(learnt), share)
+    elif learnt.exists():
+        raise UsageError(f"{learnt} is a whole model, which needs no merging: --share 0.5 makes one half-way to it")
+    else:
+        raise ModelError(f"{learnt} is not there: name the folder that `stapes train` wrote, such as runs/mine/model")
+    save_huggingface(made, output)
     terminal = Terminal()
     terminal.out(to_json({"path": str(output)}) + "\n" if json else f"{display(str(output))}\n")
     return 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 
@@ -37,7 +37,7 @@ class WhisperFamily:
         self.tokenizer, self.engine = tokenizer, engine
         self._suppressed = checkpoint.suppress_tokens
 
-    @property
+    @cached_property  # whoever watches an engine at work asks again and again
     def parameters(self) -> int:
         with torch.device("meta"):
             return sum(parameter.numel() for parameter in Whisper(self.config).parameters())

@@ -106,7 +106,7 @@ def _services(settings: ServerSettings, log: Log, engine_module: str) -> Service
             f"--host {network.host} without keys: whoever reaches the port could use it; give --api-key-file FILE "
             "(`stapes serve --new-key` makes a key), or say --no-auth"
         )
-    names = Served(models.model, models.alias)
+    names = Served(models.model, models.alias, models.adapter)
     preload = tuple(names.source(names.resolve(name)) for name in models.preload or (names.default,))
     engines = [
         Engine(
@@ -121,6 +121,7 @@ def _services(settings: ServerSettings, log: Log, engine_module: str) -> Service
                 max_wait_ms=models.max_wait_ms,
                 idle_timeout=models.idle_timeout,
                 preload=preload,
+                adapters=names.adapters,
             ),
             limits.canary_seconds,
             limits.stall_seconds,

@@ -159,6 +159,7 @@ def load_model(name: str, settings: dict[str, Any]) -> Recognizer:
         model_dir=settings["model_dir"],
         batch_size=settings["max_batch"] or (None if resolve(settings["device"]).backend == "cpu" else USUAL_BATCH),
         offline=True,  # a request never downloads
+        adapter=settings["adapters"].get(name),
     )
 
 

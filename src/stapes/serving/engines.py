@@ -57,6 +57,8 @@ class EngineSettings:
     max_wait_ms: float
     idle_timeout: float
     preload: tuple[str, ...]
+    adapters: Mapping[str, str]
+    """Models to the folders of their adapters."""
 
 
 class Call:

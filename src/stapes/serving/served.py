@@ -10,7 +10,8 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 
-from stapes.errors import UsageError
+from stapes.checkpoints.files import ADAPTER_SETTINGS
+from stapes.errors import ModelError, UsageError
 from stapes.serving.failures import ApiError
 
 OPENAI_NAMES: tuple[str, ...] = (
@@ -29,9 +30,11 @@ router = APIRouter()
 
 
 class Served:
-    """Names to models. models: names, folders or files, the first is the default. aliases: ``NAME=MODEL``."""
+    """Names to models. models: names, folders or files, the first is the default. aliases: ``NAME=MODEL``. adapters:
+    ``MODEL=FOLDER``, or ``FOLDER`` for the first model.
+    """
 
-    def __init__(self, models: Iterable[str], aliases: Iterable[str] = ()) -> None:
+    def __init__(self, models: Iterable[str], aliases: Iterable[str] = (), adapters: Iterable[str] = ()) -> None:
         self.sources = {_label(model): model for model in models}
         if not self.sources:
             raise UsageError("no model is served: give --model")
@@ -43,6 +46,23 @@ class Served:
             if _label(model) not in self.sources:
                 raise UsageError(f"--alias {alias}: {model} is not served; add --model {model}")
             self.aliases[name] = _label(model)
+        self.adapters: dict[str, str] = {}
+        """Sources of models to the folders of their adapters."""
+        for adapter in adapters:
+            model, folder = self._adapted(adapter)
+            if model in self.adapters:
+                raise UsageError(f"--adapter {adapter}: {model} has {self.adapters[model]}; serve the other as --model")
+            if not (Path(folder) / ADAPTER_SETTINGS).is_file():
+                raise ModelError(f"--adapter {adapter}: {folder} has no {ADAPTER_SETTINGS}; give a LoRA adapter")
+            self.adapters[model] = folder
+
+    def _adapted(self, adapter: str) -> tuple[str, str]:
+        model, sign, folder = adapter.partition("=")
+        if sign and _label(model) in self.sources:
+            return self.sources[_label(model)], folder
+        if sign and not Path(adapter).exists():
+            raise UsageError(f"--adapter {adapter}: {model} is not served; add --model {model}")
+        return self.sources[self.default], adapter
 
     def resolve(self, name: str) -> str:
         """The served model that a client means. Raises ApiError 404: what is not served is never fetched."""

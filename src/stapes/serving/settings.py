@@ -66,6 +66,10 @@ class ModelSettings:
     alias: tuple[str, ...] = ()
     """NAME=MODEL: a further name that clients may call a model by."""
 
+    adapter: tuple[str, ...] = ()
+    """MODEL=FOLDER: LoRA adapter of a served model, merged in memory as it is loaded; FOLDER alone is one of the first.
+    Repeat for several models, which have one each."""
+
     preload: tuple[str, ...] = ()
     """Model to load at the start; others are loaded when first asked for. Default: the first."""
 
