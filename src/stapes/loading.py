@@ -19,7 +19,7 @@ from stapes.checkpoints.tokenizer import open_tokenizer
 from stapes.checkpoints.wav2vec2 import has_languages
 from stapes.decoding.rules import Vocabulary
 from stapes.devices import tuned
-from stapes.devices.backend import Device, choose_dtype, fp8_dtype, resolve
+from stapes.devices.backend import Device, choose_dtype, fp8_dtype, resolve, usable_dtypes
 from stapes.devices.memory import save_gpu_memory
 from stapes.devices.threads import in_own_thread
 from stapes.errors import ModelError, UsageError
@@ -80,6 +80,7 @@ def load(
         if draft is not None:
             raise UsageError("--draft is for few windows at once, on one device: name one, or leave --draft out")
         model, location = _find(model, resolve(devices[0]), task, language, model_dir, offline, progress)
+        _fetch_language(model, location, language, model_dir, progress, offline)
         settings = {
             "precision": precision,
             "backend": backend,
@@ -87,11 +88,12 @@ def load(
             "threads": threads_of_each(devices, threads),
             "model_dir": model_dir,
             "adapter": adapter,
+            "language": language,
             "batch_size": None if batch_size is None else -(-batch_size // len(devices)),
         }
         source = model if location.parts else location.path
         openers = [(each, partial(open_engine, source, device=each, **settings)) for each in devices]
-        return Recognizer(*open_pool(model, location, openers, model_dir))
+        return Recognizer(*open_pool(model, location, openers, model_dir, language))
     if threads is not None:
         if threads < 1:
             raise UsageError(f"--threads is {threads}: give 1 or more")
@@ -116,15 +118,17 @@ def load(
         return Recognizer(open_onnx(name, location.path, where, precision, slots, progress), where)
     dtype = choose_dtype(precision, where)
     if kind is not None and kind in CTC_KINDS:
-        if language is not None and kind in WAV2VEC2 and has_languages(location.path):
-            catalog.pull_adapter(name, language, model_dir, progress, offline)
+        _fetch_language(name, location, language, model_dir, progress, offline)
         slots = batch_size or (1 if where.memory is None else _default_slots(where))
         family = in_own_thread(lambda: open_ctc(name, location.path, kind, where, precision, dtype, slots, language))
         return Recognizer(family, where)
     checkpoint = open_checkpoint(location.path, name, location.parts)
     if adapter is not None:
         checkpoint = with_adapter(checkpoint, Path(adapter))
-    precision = stored_precision(name, checkpoint.scheme, precision, where)
+    asked, precision = precision, stored_precision(name, checkpoint.scheme, precision, where)
+    dtype = choose_dtype(precision, where)
+    if checkpoint.scheme == "fp8" and (asked, precision) == ("auto", "fp16"):
+        progress.note(f"{name}: the weights are in fp8, but {usable_dtypes(where)['fp8'][1]}: they run as fp16")
     tokenizer = open_tokenizer(checkpoint, model_dir)
     slots, encoder_batch = batch_size or _default_slots(where, None if draft is None else draft_tokens), 1
     int8_cache = precision in ("fp8", "int8", "int4")
@@ -156,6 +160,19 @@ def load(
 def open_engine(model: str | Path, **settings: Any) -> Engine:
     """The engine of a model that is on this machine, as `load` makes it: for a process of its own."""
     return load(model, offline=True, **settings).engine
+
+
+def _fetch_language(
+    name: str,
+    location: catalog.Location,
+    language: str | None,
+    model_dir: str | Path | None,
+    progress: Progress,
+    offline: bool,
+) -> None:
+    """Fetch what a model of many languages has for one of them, if it is not here."""
+    if language is not None and model_type(location.path) in WAV2VEC2 and has_languages(location.path):
+        catalog.pull_adapter(name, language, model_dir, progress, offline)
 
 
 def _plan(

@@ -23,6 +23,7 @@ from stapes.inference.ctc_family import CTCFamily
 from stapes.inference.family import Family
 from stapes.inference.following import Follower, SegmentListener
 from stapes.inference.ingest import Ingest
+from stapes.inference.pool import PoolEngine
 from stapes.inference.requests import Priority
 from stapes.inference.results import make_transcript
 from stapes.inference.scheduler import Scheduler
@@ -159,6 +160,8 @@ class Recognizer:
                 f"{self.name} is no CTC model and cannot align a text that is given: use one such as wav2vec 2.0, or "
                 "`transcribe` with word timestamps"
             )
+        if isinstance(self.engine, PoolEngine):
+            raise UsageError(f"aligning a text runs on one device, and {self.name} is on {self.device.name}: name one")
         batch = 1 if self.device.backend == "cpu" else 8
         return Aligner(self.family.model, progress or Silent(), batch=batch, **settings)
 

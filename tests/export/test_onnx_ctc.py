@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+import stapes
 from ctc_models import LETTERS, babble, load, save
 from stapes.checkpoints import catalog
 from stapes.checkpoints.spectrogram_models import save_spectrogram_model
@@ -40,6 +41,17 @@ def test_the_same_text_as_pytorch(ctc: tuple[Path, Path]) -> None:
     assert len(alone[41.0]) > 100
     together = theirs.transcribe_many(clips, sample_rate=SECOND, vad=False)
     assert {round(each.duration, 2): each.text for each in together} == alone
+
+
+def test_several_devices_write_what_one_writes(ctc: tuple[Path, Path]) -> None:
+    clips = [babble(seconds, seed) for seed, seconds in enumerate((1.3, 41.0, 2.0))]
+    found: list[dict[float, str]] = []
+    for device in ("cpu", "cpu,cpu"):
+        with stapes.load(ctc[1], device=device, threads=2) as recognizer:
+            results = recognizer.transcribe_many(clips, sample_rate=SECOND, vad=False)
+            found.append({round(each.duration, 2): each.text for each in results})
+    assert found[0] == found[1]
+    assert len(found[0]) == 3
 
 
 def test_a_known_text_is_aligned_alike(ctc: tuple[Path, Path]) -> None:

@@ -7,7 +7,7 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stapes.inference.agreement import Agreement, spoken
+from stapes.inference.agreement import Agreement, said_already, spoken
 from stapes.transcript import Word
 
 VOCABULARY = [" a", " b", " c", " the", " The,", " cat", " cat.", " Ähre", "。", "中", "文", " \ufffd", " -", ""]
@@ -82,6 +82,17 @@ def test_a_committed_word_that_is_spelled_otherwise_later_is_not_said_again():
     agreement.hear(words([" a", " b"]), 2.0)
     agreement.settle(words([" a", " x", " b", " c"]))  # an insertion before a committed word
     assert agreement.text == " a b c"
+
+
+def test_what_was_said_before_is_found_again_however_it_is_written():
+    earlier = ["he", "sat", "down"]
+    assert said_already(earlier, []) == 0
+    assert said_already(earlier, ["he", "sat", "down", "down"]) == 3
+    assert said_already(earlier, ["he", "sits", "down", "on", "it"]) == 3
+    assert said_already(earlier, ["and", "he", "sat", "down", "on"]) == 4
+    assert said_already(earlier, ["sat", "down", "on", "it"]) == 2
+    assert said_already(earlier, ["he", "sat", "it", "was"]) == 3
+    assert said_already(earlier, ["he", "sat", "it", "was"], [1, 2]) == 2  # where the others cannot be
 
 
 def test_exact_times_come_with_the_end():

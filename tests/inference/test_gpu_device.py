@@ -10,9 +10,12 @@ import pytest
 import torch
 from test_gpu_engine import MARKERS, SOT, make_engine, make_model, noise
 
+from stapes.devices.backend import fp8_dtype, resolve
 from stapes.inference.engine import DecodeRequest, DecodeResult
 from stapes.inference.gpu_whisper import GpuWhisperEngine
+from stapes.inference.quantized import Fp8Linear, take_fp8
 from stapes.inference.torch_whisper import TorchWhisperEngine
+from stapes.kernels.fp8_weights import quantize_fp8
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -113,4 +116,18 @@ def test_caches_are_given_back() -> None:
 def test_8_bit_floats_stay_near() -> None:
     plain, rounded = on_gpu(torch.bfloat16), on_gpu(torch.bfloat16, fp8=torch.float8_e4m3fn)
     truth, found = (torch.stack([each.states for each in engine.encode(noise(3))]) for engine in (plain, rounded))
+    assert (found - truth).float().norm() / truth.float().norm() < 0.1
+
+
+@pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9), reason="needs fp8")
+def test_8_bit_floats_of_a_folder_stay_near_too() -> None:
+    weights = dict(make_model().named_parameters())
+    model = make_model().to("cuda", torch.bfloat16)
+    for path in [path for path, _ in model.named_modules()]:
+        take_fp8(model, path, lambda path: quantize_fp8(weights[f"{path}.weight"]))
+    assert any(isinstance(module, Fp8Linear) for module in model.modules())
+    kind = fp8_dtype(resolve("cuda"))
+    stored = make_engine(GpuWhisperEngine, model, 16, fp8=kind)
+    plain = on_gpu(torch.bfloat16)
+    found, truth = (torch.stack([each.states for each in engine.encode(noise(3))]) for engine in (stored, plain))
     assert (found - truth).float().norm() / truth.float().norm() < 0.1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,13 @@ from torch import Tensor, nn
 
 from stapes.checkpoints.formats import EMBEDDING, WhisperCheckpoint
 from stapes.checkpoints.load import load_whisper
+from stapes.devices.backend import Device
+from stapes.devices.chips import find_chip
+from stapes.errors import UsageError
+from stapes.inference.gpu_encoder import GpuEncoder
 from stapes.inference.planner import count
 from stapes.inference.quantized import (
+    Fp8Linear,
     NormedQuantized,
     QuantizedEmbedding,
     QuantizedEncoderLayer,
@@ -24,7 +30,10 @@ from stapes.inference.quantized import (
     quantize,
     quantizer,
     quantizes,
+    stored_precision,
 )
+from stapes.kernels import fp8_weights
+from stapes.kernels.fp8_weights import dequantize_fp8, of_kind, quantize_fp8
 from stapes.kernels.quantization import dequantize, quantize_int4, quantize_int8
 from stapes.models.whisper import EncoderLayer, Whisper, WhisperConfig, sinusoids
 
@@ -192,6 +201,71 @@ def test_layers_that_suffer_keep_8_bits_in_small_models() -> None:
     assert bits_of("decoder.layers.0.mlp.down", 1280, 5120, 4) == 4
     assert bits_of("decoder.layers.0.mlp.down", 512, 2048, 8) == 8
     assert bits_of("encoder.layers.0.attention.query", 40, 40, 4) is None
+
+
+@pytest.mark.parametrize("kind", [torch.float8_e4m3fn, torch.float8_e4m3fnuz])
+def test_8_bit_floats_are_the_same_numbers_in_either_kind(kind: torch.dtype) -> None:
+    weight = torch.randn(48, 64, generator=torch.Generator().manual_seed(0))
+    weight[3], weight[5, :7] = 0.0, -1e-30
+    stored = quantize_fp8(weight)
+    there = of_kind(stored, kind)
+    assert there.values.dtype == kind
+    assert torch.equal(dequantize_fp8(there).abs(), dequantize_fp8(stored).abs())  # zeros may have lost their sign
+    assert (dequantize_fp8(stored) - weight).abs().max() <= weight.abs().max() / 16
+    joined = fp8_weights.concat([there, there])
+    assert torch.equal(dequantize_fp8(joined), dequantize_fp8(there).repeat(2, 1))
+    with pytest.raises(ValueError, match="cannot be had"):
+        of_kind(of_kind(stored, torch.float8_e4m3fnuz), torch.float8_e4m3fn)
+
+
+def device_of(backend: str, architecture: str | None) -> Device:
+    chip = None if architecture is None else find_chip(architecture, "")
+    return Device(CPU, backend, "made", None, architecture, chip)  # type: ignore[arg-type]
+
+
+def test_8_bit_floats_run_where_they_can() -> None:
+    """As they are on chips that multiply them, as fp16 on others, in fp32 on the CPU; in any floats if asked for."""
+    a100, h100, mi300 = device_of("cuda", "sm_80"), device_of("cuda", "sm_90"), device_of("rocm", "gfx942")
+    radeon, cpu = device_of("rocm", "gfx1100"), device_of("cpu", None)
+    found = {
+        device.architecture: stored_precision("m", "fp8", "auto", device) for device in (h100, mi300, a100, radeon)
+    }
+    assert found == {"sm_90": "fp8", "gfx942": "fp8", "sm_80": "fp16", "gfx1100": "fp16"}
+    assert stored_precision("m", "fp8", "auto", cpu) == "fp32"
+    assert stored_precision("m", "fp8", "fp8", h100) == "fp8"
+    assert stored_precision("m", "fp8", "bf16", radeon) == "bf16"
+    with pytest.raises(UsageError, match="gfx1100 has no fp8 matrix units"):
+        stored_precision("m", "fp8", "fp8", radeon)
+    for device in (h100, a100, cpu):
+        with pytest.raises(UsageError, match="in fp8; leave --precision out"):
+            stored_precision("m", "fp8", "int8", device)
+    assert stored_precision("m", "int8", "auto", h100) == "int8"
+    assert stored_precision("m", None, "auto", h100) == "auto"
+
+
+def test_an_encoder_computes_in_the_8_bit_floats_that_are_stored() -> None:
+    """Exactly what it computes where weights are rounded as it is loaded; a product may stay as it is."""
+    mel = torch.randn(2, 80, 120, generator=torch.Generator().manual_seed(1)).bfloat16()
+    config = replace(CONFIG, vocab_size=64)
+
+    def encoder(kept: str = "-") -> GpuEncoder:
+        rounded = {name: quantize_fp8(value) for name, value in weights(config).items() if value.ndim == 2}
+        rounded = {name: value for name, value in rounded.items() if kept not in name}
+        plain = weights(config) | {name: dequantize_fp8(value) for name, value in rounded.items()}
+        adapt = quantizer("fp8", lambda path: rounded.get(f"{path}.weight"))
+        model = load_whisper(checkpoint(config, plain), torch.bfloat16, CPU, adapt)
+        assert not any(isinstance(module, Fp8Linear) for module in model.decoder.modules())
+        return GpuEncoder(model.encoder, torch.float8_e4m3fn)
+
+    loaded = load_whisper(checkpoint(config, weights(config)), torch.float32, CPU)
+    with torch.inference_mode():
+        truth = loaded.encoder(mel.float())
+        found = encoder()(mel)
+        as_loaded = GpuEncoder(loaded.bfloat16().encoder, torch.float8_e4m3fn)(mel)
+        better = encoder(kept="attention")(mel)
+    errors = [float((each.float() - truth).norm() / truth.norm()) for each in (found, as_loaded, better)]
+    assert errors[0] == pytest.approx(errors[1], rel=0.1)
+    assert errors[2] < errors[0] < 0.1
 
 
 def test_a_width_that_no_group_fills_stays_as_it_is() -> None:

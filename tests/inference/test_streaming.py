@@ -15,7 +15,7 @@ import pytest
 from fakes import LANGUAGES, FakeEngine, fake_recognizer
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from live_speech import LevelDetector, SpeechEngine, check_order, pause, said, say
+from live_speech import RATE, WORD, LevelDetector, SpeechEngine, check_order, pause, said, say, understand
 
 from ctc_models import babble, load, save
 from stapes.errors import UsageError
@@ -168,13 +168,59 @@ def test_the_prompt_is_what_was_said_last(open_recognizer):
         prompts.append(request.prompt)
         return script(pcm, request)
 
-    listen(open_recognizer(SpeechEngine(script=noting)), SPEECH)
+    near = np.concatenate([say([5, 6]), pause(3), say([7, 8])])
+    listen(open_recognizer(SpeechEngine(script=noting)), near)
     last = prompts[-1]
-    assert list(last[1 : last.index(1001)]) == WORDS[:-1]
+    assert list(last[1 : last.index(1001)]) == [5, 6]
     far = np.concatenate([say([5, 6]), pause(12), say([7, 8])])
     prompts.clear()
     listen(open_recognizer(SpeechEngine(script=noting)), far)
     assert prompts[-1][0] == 1001  # what was said long before is of no use
+
+
+def test_a_short_turn_is_heard_with_what_was_said_before_it(open_recognizer):
+    """Its words alone are told, each once, though the model writes the others too; a long turn needs none."""
+    heard = []
+
+    def noting(pcm: np.ndarray, request: Any) -> Any:
+        from live_speech import script
+
+        heard.append((understand(pcm), request.prompt))
+        return script(pcm, request)
+
+    long = list(range(101, 131))
+    turns = [[11, 12, 13], [21], [21, 22], long, [31, 31]]
+    speech = np.concatenate([np.concatenate([say(turn), pause(0.8)]) for turn in turns])
+    events = listen(open_recognizer(SpeechEngine(script=noting)), speech, wait=0.005)
+    check_order(events)
+    assert said(events) == [word for turn in turns for word in turn]
+    assert [21] not in [words for words, _ in heard]
+    words, prompt = heard[-1]
+    before = words.index(31)
+    assert words[before:] == [31, 31]
+    assert words[:before] == long[-before:]
+    assert 4 <= before * WORD <= 8.5
+    told = list(prompt[1 : prompt.index(1001)])
+    assert told[-1] == long[-before - 1]  # what is heard again is not told too
+    segments: list[Any] = [event.segment for event in events if isinstance(event, Final)]
+    assert all(segment.start == segment.words[0].start for segment in segments)
+    starts = [word.start for segment in segments for word in segment.words]
+    assert starts == sorted(starts)
+
+
+def test_a_turn_of_which_nothing_is_written_is_heard_by_itself(open_recognizer):
+    """Models at times write the first sentence of a window alone."""
+
+    def lazy(pcm: np.ndarray, request: Any) -> Any:
+        from live_speech import script
+
+        words = understand(pcm)
+        first = pcm[: pcm.nonzero()[0][0] + round(WORD * RATE) * len(words[:2])] if words else pcm
+        return script(first, request)
+
+    events = listen(open_recognizer(SpeechEngine(script=lazy)), np.concatenate([say([1, 2]), pause(0.8), say([3, 4])]))
+    check_order(events)
+    assert said(events) == [1, 2, 3, 4]
 
 
 def test_many_sessions_share_batches(open_recognizer):
@@ -361,7 +407,7 @@ def test_what_a_session_cannot_do_is_said(open_recognizer):
 class Nobody:
     """A voice that nobody hears: windows are kept, and answered by the test."""
 
-    hold, language, needs_language = 1, "en", False
+    hold, language, needs_language, wants_context = 1, "en", False, True
 
     def __init__(self) -> None:
         self.asked: list[tuple[Any, Any]] = []

@@ -7,6 +7,7 @@ word that the window cuts off is misheard, as it would be.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -78,10 +79,11 @@ class ScriptedVoice(WhisperVoice):
     ) -> None:
         super().__init__(model, options, returned)
         self._words = words
-        self._first = 0  # words before this are over
         self._scripts: dict[Any, tuple[int, ...]] = {}
+        self._middles = [word.middle for word in words]
         for feed in (self.final, self.quick):
             feed.request = self._scripted(feed.request)  # pyright: ignore[reportAttributeAccessIssue]
+            feed.add_words = self._timed(feed.add_words)  # pyright: ignore[reportAttributeAccessIssue]
 
     def _scripted(self, request: Callable[[Any], DecodeRequest]) -> Callable[[Any], DecodeRequest]:
         def scripted(window: Any) -> DecodeRequest:
@@ -91,6 +93,19 @@ class ScriptedVoice(WhisperVoice):
 
         return scripted
 
+    def _timed(self, add_words: Callable[..., None]) -> Callable[..., None]:
+        """Words are where the script has them: what knows nothing finds them anywhere."""
+
+        def timed(window: Any, draft: Any, prompt: Any, alignment: Any) -> None:
+            add_words(window, draft, prompt, alignment)
+            begin = window.start / SAMPLE_RATE
+            words = [word for segment in draft.segments for word in segment.words or []]
+            said = self._words[bisect_left(self._middles, begin) :]
+            for word, true in zip(words, said, strict=False):
+                word.start, word.end = max(0.0, true.start - begin), true.end - begin
+
+        return timed
+
     def window(self, stretch: Stretch, deliver: Deliver) -> FeedWindow:
         window = super().window(stretch, deliver)
         self._scripts[window] = tuple(self._written(stretch))
@@ -98,13 +113,8 @@ class ScriptedVoice(WhisperVoice):
 
     def _written(self, stretch: Stretch) -> list[int]:
         begin, end = stretch.start / SAMPLE_RATE, (stretch.start + len(stretch.pcm)) / SAMPLE_RATE
-        while (
-            self._first < len(self._words)
-            and (self._words[self._first].start + self._words[self._first].end) / 2 < begin
-        ):
-            self._first += 1
         tokens: list[int] = []
-        for word in self._words[self._first :]:
+        for word in self._words[bisect_left(self._middles, begin) :]:
             if word.middle >= end:
                 break
             whole = word.end <= end or stretch.is_final

@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from stapes.errors import ModelError
+from stapes.kernels.fp8_weights import Fp8Weight
 from stapes.kernels.quantization import Quantized
 from stapes.models.whisper import WhisperConfig
 from stapes.options import Precision
@@ -125,4 +126,4 @@ class WhisperCheckpoint:
     language_tokens: Mapping[str, str] = field(default_factory=dict)
     """Languages that have no token and were taught by that of another: code → that one's code."""
     scheme: Precision | None = None
-    stored: Callable[[str], Quantized | None] | None = None
+    stored: Callable[[str], Quantized | Fp8Weight | None] | None = None

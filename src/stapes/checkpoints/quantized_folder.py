@@ -1,4 +1,4 @@
-"""Folders of Whispers whose weights are in 8 and 4 bits, as `kernels.quantization` has them.
+"""Folders of Whispers whose weights are in 8 and 4 bits, as `kernels.quantization` and `kernels.fp8_weights` have them.
 
 GPUs multiply with the weights as they lie; anything else gets the numbers that they stand for.
 """
@@ -20,6 +20,7 @@ from stapes.checkpoints.huggingface import open_huggingface
 from stapes.checkpoints.save import write_settings
 from stapes.checkpoints.tensors import open_tensors
 from stapes.errors import ModelError
+from stapes.kernels.fp8_weights import STORED, Fp8Weight, dequantize_fp8, quantize_fp8
 from stapes.kernels.quantization import Quantized, dequantize, quantize_int4, quantize_int8
 from stapes.options import Precision
 from stapes.text.files import read_json
@@ -30,7 +31,7 @@ WEIGHTS = "quantized.safetensors"
 
 _FORMAT = 1
 
-Stored = Callable[[str], Quantized | None]
+Stored = Callable[[str], Quantized | Fp8Weight | None]
 """The path of a module → its weight, where that is quantised."""
 
 
@@ -40,15 +41,18 @@ def is_quantized(path: Path) -> bool:
 
 
 def write_quantized(checkpoint: WhisperCheckpoint, folder: Path, scheme: Precision, bits: Mapping[str, int]) -> None:
-    """Write a model into an empty folder: the weight of each module in ``bits`` in so many, all else in fp16."""
+    """Write a model into an empty folder: the weight of each module in ``bits`` in so many, all else in fp16.
+
+    In the scheme fp8 the 8 bits are those of a float.
+    """
     tensors: dict[str, Tensor] = {}
     for name, tensor in checkpoint.read():
         wanted = bits.get(name.removesuffix(".weight"))
         if wanted is None:
             tensors[name] = tensor.half().contiguous()
         else:
-            made = quantize_int8(tensor) if wanted == 8 else quantize_int4(tensor)
-            tensors[f"{name}.values"], tensors[f"{name}.scales"] = made.values, made.scales
+            make = quantize_fp8 if scheme == "fp8" else quantize_int8 if wanted == 8 else quantize_int4
+            tensors[f"{name}.values"], tensors[f"{name}.scales"] = make(tensor)
     save_file(tensors, folder / WEIGHTS)
     write_settings(checkpoint, folder, "float16")
     (folder / MANIFEST).write_text(json.dumps({"format": _FORMAT, "scheme": scheme}) + "\n", encoding="utf-8")
@@ -73,12 +77,17 @@ def _read(folder: Path, checkpoint: WhisperCheckpoint) -> Iterator[tuple[str, Te
             if name in there:
                 yield name, file.get_tensor(name)
             elif f"{name}.values" in there:
-                yield name, dequantize(Quantized(file.get_tensor(f"{name}.values"), file.get_tensor(f"{name}.scales")))
+                found = _weight(file.get_tensor(f"{name}.values"), file.get_tensor(f"{name}.scales"))
+                yield name, dequantize_fp8(found) if isinstance(found, Fp8Weight) else dequantize(found)
 
 
-def _stored(folder: Path, path: str) -> Quantized | None:
+def _stored(folder: Path, path: str) -> Quantized | Fp8Weight | None:
     with open_tensors(folder / WEIGHTS) as file:
         name = f"{path}.weight"
         if f"{name}.values" not in set(file.keys()):
             return None
-        return Quantized(file.get_tensor(f"{name}.values"), file.get_tensor(f"{name}.scales"))
+        return _weight(file.get_tensor(f"{name}.values"), file.get_tensor(f"{name}.scales"))
+
+
+def _weight(values: Tensor, scales: Tensor) -> Quantized | Fp8Weight:
+    return Fp8Weight(values, scales) if values.dtype == STORED else Quantized(values, scales)

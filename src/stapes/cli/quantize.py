@@ -14,11 +14,15 @@ if TYPE_CHECKING:
     from stapes.export.quantize import QuantizeReport
 
 
+_KEPT = {"int4": "8 bits", "fp8": "fp16"}
+"""What the layers are in that few bits hurt, where that is not fp32."""
+
+
 def quantize(
     model: Annotated[str, Parameter(name="MODEL")],
     /,
     *,
-    scheme: Literal["int8", "int8-static", "int8-weights", "int4"] = "int8",
+    scheme: Literal["int8", "int8-static", "int8-weights", "int4", "fp8"] = "int8",
     output_dir: Annotated[Path | None, Parameter(alias="-o")] = None,
     manifest: str | None = None,
     limit: int = 60,
@@ -33,8 +37,9 @@ def quantize(
 ) -> int:
     """Write a model with weights of 8 or 4 bits as a folder that `transcribe --model FOLDER` opens.
 
-    Layers that so few bits hurt are found by what goes through them and stay in fp32 (in 8 bits for int4). With
-    --manifest both models transcribe the same recordings; one that gets worse by more than --max-wer-change is refused.
+    Layers that so few bits hurt are found by what goes through them and stay in fp32 (in 8 bits for int4, in fp16 for
+    fp8). With --manifest both models transcribe the same recordings; one that gets worse by more than --max-wer-change
+    is refused.
 
     For example:
 
@@ -51,7 +56,7 @@ def quantize(
     scheme:
         int8: run by ONNX Runtime, activations in 8 bits too, scaled as they come, row by row. int8-static: in ranges
         found beforehand, which compilers for other hardware read. int8-weights, int4: weights of a Whisper in so many
-        bits, for GPUs.
+        bits, for GPUs. fp8: in 8-bit floats, which the encoder is computed in on GPUs that multiply them.
     output_dir:
         The folder to write: a new or empty one, or an earlier export, which is replaced at the end.
     manifest:
@@ -64,8 +69,8 @@ def quantize(
         A manifest, or a corpus by name, whose first rows show what goes through each layer. Default: the manifest's
         last rows; without one, made-up sound.
     sensitive:
-        A layer whose output errs by more than this share of its size stays in fp32. For int4: a kind of layer that
-        more than this share of all errors comes from keeps 8 bits.
+        A layer whose output errs by more than this share of its size stays in fp32. For int4 and fp8: a kind of layer
+        that more than this share of all errors comes from keeps 8 and 16 bits.
     full_range:
         Finer weights, which CPUs with VNNI compute rightly and others may not.
     threads:
@@ -117,7 +122,7 @@ def _in_words(report: QuantizeReport) -> str:
     ratio = report.bytes / report.source_bytes
     lines = [
         f"{report.folder}: {report.model} in {report.scheme}, {report.bytes / 1e6:.1f} MB, {ratio:.2f} × fp32's",
-        f"  kept in {'8 bits' if report.scheme == 'int4' else 'fp32'}: {', '.join(report.kept) or 'no layer'}",
+        f"  kept in {_KEPT.get(report.scheme, 'fp32')}: {', '.join(report.kept) or 'no layer'}",
     ]
     lines += [f"  {error:.3f} {name}" for name, error in list(report.errors.items())[:5]]
     if report.before is not None and report.after is not None:

@@ -9,7 +9,9 @@ scale for the whole tensor, the encoder of Whisper base is 22 % off, and so 5 to
 one LibriSpeech clip).
 
 *static*: one range for each tensor, found by calibration, as QuantizeLinear and DequantizeLinear, which compilers for
-other hardware (TensorRT, MIGraphX, OpenVINO) read.
+other hardware (TensorRT, MIGraphX, OpenVINO) read. Loud channels are divided by what their weights are multiplied by.
+
+What stays in float32 is kept in float16 where that is the same, as with all weights that were published so.
 """
 
 from __future__ import annotations
@@ -25,6 +27,9 @@ from stapes.export.weights import to_array
 
 REDUCED, FULL = 64, 127
 """Largest quantised weight."""
+
+_LARGE = 4096
+"""Numbers of a tensor for which float16 is worth a node."""
 
 Range = tuple[float, float]
 
@@ -74,20 +79,29 @@ class Rewriter:
         self._nodes: list[NodeProto] = []
         self._constants: dict[str, TensorProto] = {}
         self._prepared: dict[str, str] = {}
+        self._factors: Mapping[str, np.ndarray] = {}
 
     def dynamic(self) -> None:
         """Products with weights in 8 bits, activations scaled row by row."""
         self._rewrite(self._dynamic_product)
 
-    def static(self, ranges: Mapping[str, Range]) -> None:
-        """The same with activations in fixed ranges: the input of a product → its least and greatest value."""
+    def static(self, ranges: Mapping[str, Range], factors: Mapping[str, np.ndarray] | None = None) -> None:
+        """The same with activations in fixed ranges: the input of a product → its least and greatest value.
+
+        factors: weight → what each channel of its inputs is divided by; the ranges are of what comes out. Weights of
+        one input have the same.
+        """
+        self._factors = factors or {}
         self._rewrite(lambda node: self._static_product(node, ranges[node.input[0]]))
 
     def _rewrite(self, product: Callable[[NodeProto], None]) -> None:
         graph = self.model.graph
         replaced = {id(node) for nodes in self.weights.values() for node in nodes}
         for name in self.weights:
-            weight, scale = quantize_weight(to_array(self._tensors[name], self.folder), self.largest)
+            value = to_array(self._tensors[name], self.folder)
+            if name in self._factors:
+                value = value * self._factors[name][:, None]
+            weight, scale = quantize_weight(value, self.largest)
             self._constant(f"{name}.int8", weight)
             self._constant(f"{name}.scale", scale)
         for node in list(graph.node):
@@ -98,10 +112,23 @@ class Rewriter:
             else:
                 self._nodes.append(node)
         used = {name for node in self._nodes for name in node.input}
-        kept = [tensor for tensor in graph.initializer if tensor.name in used]
+        kept = [self._narrowed(tensor) for tensor in graph.initializer if tensor.name in used]
         del graph.node[:], graph.initializer[:]
         graph.node.extend(self._nodes)
         graph.initializer.extend(kept + [made for name, made in self._constants.items() if name in used])
+
+    def _narrowed(self, tensor: TensorProto) -> TensorProto:
+        """A large tensor in float16, and a node that widens it, if nothing is lost; else itself."""
+        if tensor.data_type != TensorProto.FLOAT or np.prod(tensor.dims) < _LARGE:
+            return tensor
+        value = to_array(tensor, self.folder)
+        with np.errstate(over="ignore"):
+            half = value.astype(np.float16)
+        if not np.array_equal(half.astype(np.float32), value):
+            return tensor
+        name = f"{tensor.name}.half"
+        self._nodes.insert(0, helper.make_node("Cast", [name], [tensor.name], to=TensorProto.FLOAT))
+        return numpy_helper.from_array(half, name)
 
     def _constant(self, name: str, value: np.ndarray) -> str:
         self._constants.setdefault(name, numpy_helper.from_array(value, name))
@@ -137,12 +164,16 @@ class Rewriter:
     def _static_product(self, node: NodeProto, within: Range) -> None:
         x, name, y = node.input[0], node.input[1], node.output[0]
         if x not in self._prepared:
+            heard = x
+            if name in self._factors:
+                inverse = self._constant(f"{x}.inverse", (1 / self._factors[name]).astype(np.float32))
+                heard = self._add("Mul", [x, inverse], f"{x}.smooth")
             scale, zero = spread(within)
             terms = [
                 self._constant(f"{x}.scale", np.array(scale, np.float32)),
                 self._constant(f"{x}.zero_point", np.array(zero, np.uint8)),
             ]
-            quantized = self._add("QuantizeLinear", [x, *terms], f"{x}.uint8")
+            quantized = self._add("QuantizeLinear", [heard, *terms], f"{x}.uint8")
             self._prepared[x] = self._add("DequantizeLinear", [quantized, *terms], f"{x}.dequantized")
         zeros = self._constant(f"{name}.zeros", np.zeros(self._constants[f"{name}.scale"].dims[0], np.int8))
         weight = self._add("DequantizeLinear", [f"{name}.int8", f"{name}.scale", zeros], f"{y}.weight", axis=1)

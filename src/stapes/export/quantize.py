@@ -25,8 +25,8 @@ from stapes.inference.ctc_open import CTC_KINDS
 from stapes.loading import load
 from stapes.recognizer import Recognizer
 
-Scheme = Literal["int8", "int8-static", "int8-weights", "int4"]
-"""The first two are for ONNX Runtime, with activations in 8 bits too; the others, weights only, for GPUs."""
+Scheme = Literal["int8", "int8-static", "int8-weights", "int4", "fp8"]
+"""The first two are for ONNX Runtime, with activations in 8 bits too; the others are weights for GPUs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,8 +35,8 @@ class QuantizeSettings:
 
     manifest: a corpus (`evaluation.corpora.open_corpus`) that words are counted on, its first ``limit`` rows.
     calibration: one whose first ``calibration_rows`` rows show which layers suffer; None: the manifest's last ones, or
-    made-up sound. sensitive: a layer whose output errs by more than this share of its size stays in float32; in int4, a
-    kind of layer that more than this share of all errors comes from keeps 8 bits.
+    made-up sound. sensitive: a layer whose output errs by more than this share of its size stays in float32; a kind of
+    layer that more than this share of all errors comes from keeps 8 bits in int4, and 16 in fp8.
     max_wer_change: in points, absolute. full_range: weights to ±127, for CPUs with VNNI only.
     """
 
@@ -64,7 +64,7 @@ class Words:
 class QuantizeReport:
     """What was made. ``errors``: weight → the error of its products, the worst first. ``kept``: those left alone.
 
-    Of weights for GPUs, ``errors`` are those of kinds of layers, and ``kept`` are those in 8 bits.
+    Of weights for GPUs, ``errors`` are those of kinds of layers, and ``kept`` are those with more bits than others.
     """
 
     folder: str
@@ -103,7 +103,7 @@ def quantize(
     rows = open_corpus(settings.manifest).rows if settings.manifest is not None else []
     if settings.manifest is not None and not rows:
         raise UsageError(f"--manifest {settings.manifest} has no rows: name one that has")
-    if settings.scheme in ("int8-weights", "int4"):
+    if settings.scheme in ("int8-weights", "int4", "fp8"):
         return _quantize_weights(name, location, folder, settings, rows, note)
     require("onnx", "onnxruntime")
     with tempfile.TemporaryDirectory() as place:
@@ -144,7 +144,7 @@ def _quantize_weights(
     rows: Sequence[Row],
     note: Callable[[str], None],
 ) -> QuantizeReport:
-    from stapes.export.weight_only import write_weights
+    from stapes.export.weight_only import as_on_a_gpu, write_weights
 
     if is_onnx(location.path) or model_type(location.path) in CTC_KINDS:
         raise UsageError(f"--scheme {settings.scheme} is for Whispers that are not exported: {name} is none")
@@ -171,6 +171,8 @@ def _quantize_weights(
         )
         if rows:
             with load(temporary, device="cpu") as smaller:
+                if settings.scheme == "fp8":
+                    as_on_a_gpu(smaller, temporary)
                 report = _compare(report, original, smaller, rows[: settings.limit], note)
             _refuse_beyond(report, settings)
     return report
@@ -215,7 +217,7 @@ def _write(
         for graph, model in graphs.items():
             rewriter = Rewriter(model, source, kept, largest)
             if static:
-                rewriter.static(calibration.ranges.get(graph.removesuffix(SUFFIX), {}))
+                rewriter.static(calibration.ranges.get(graph.removesuffix(SUFFIX), {}), calibration.smoothing)
             else:
                 rewriter.dynamic()
             if graph.endswith(SUFFIX):

@@ -12,7 +12,7 @@ is then laid beside the committed words with the fewest edits, and only what com
 from __future__ import annotations
 
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from difflib import SequenceMatcher
 
@@ -105,27 +105,34 @@ class Agreement:
             self.committed[i] = replace(word, start=start, end=end)
 
     def _place(self, keys: Sequence[str]) -> int:
-        """How many words of a hypothesis say what is committed already."""
-        done = self._committed_keys
-        if list(keys[: len(done)]) == done:
-            return len(done)
-        if len(keys) < len(done) - _BAND:
-            return len(keys)
-        # Edit distance of all committed words to every beginning of the hypothesis, near the diagonal.
-        far = len(done) + len(keys) + 1
-        costs = [j if j <= _BAND else far for j in range(len(keys) + 1)]
-        for i, committed in enumerate(done, 1):
-            before, costs = costs, [far] * (len(keys) + 1)
-            for j in range(max(0, i - _BAND), min(len(keys), i + _BAND) + 1):
-                best = before[j] + 1
-                if j:
-                    best = min(best, costs[j - 1] + 1, before[j - 1] + (keys[j - 1] != committed))
-                costs[j] = best
+        return said_already(self._committed_keys, keys)
 
-        def rank(j: int) -> tuple[int, bool, int]:
-            return costs[j], not (j and keys[j - 1] == done[-1]), abs(j - len(done))
 
-        return min(range(len(keys) + 1), key=rank)
+def said_already(done: Sequence[str], keys: Sequence[str], places: Collection[int] | None = None) -> int:
+    """How many words of a hypothesis say what was said before: those that ``done`` needs the fewest edits to become.
+
+    Both as `spoken`. places: only so many may be the answer, unless it is sure.
+    """
+    done = list(done)
+    if list(keys[: len(done)]) == done:
+        return len(done)
+    if len(keys) < len(done) - _BAND:
+        return len(keys)
+    # Edit distance of all of it to every beginning of the hypothesis, near the diagonal.
+    far = len(done) + len(keys) + 1
+    costs = [j if j <= _BAND else far for j in range(len(keys) + 1)]
+    for i, word in enumerate(done, 1):
+        before, costs = costs, [far] * (len(keys) + 1)
+        for j in range(max(0, i - _BAND), min(len(keys), i + _BAND) + 1):
+            best = before[j] + 1
+            if j:
+                best = min(best, costs[j - 1] + 1, before[j - 1] + (keys[j - 1] != word))
+            costs[j] = best
+
+    def rank(j: int) -> tuple[int, bool, int]:
+        return costs[j], not (j and keys[j - 1] == done[-1]), abs(j - len(done))
+
+    return min(places or range(len(keys) + 1), key=rank)
 
 
 def _common(one: Sequence[str], other: Sequence[str]) -> int:

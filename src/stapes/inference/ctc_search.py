@@ -100,3 +100,15 @@ class Search:
             Alternative(" ".join(self.tokenizer.decode(each.tokens).split()), each.score, each.acoustic)
             for each in hypotheses
         ]
+
+
+@torch.inference_mode()
+def search_together(searches: Sequence[Search], phrases: Sequence[Sequence[Tensor]]) -> list[list[Found]]:
+    """What phrases (frames, vocabulary) of log-probabilities say, those of one search together."""
+    out: list[list[Found]] = [[] for _ in phrases]
+    for search in dict.fromkeys(searches):
+        rows = [i for i, each in enumerate(searches) if each is search]
+        found = iter(search([phrase for i in rows for phrase in phrases[i]]))
+        for i in rows:
+            out[i] = [next(found) for _ in phrases[i]]
+    return out

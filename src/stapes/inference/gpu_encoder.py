@@ -7,6 +7,7 @@ frames, which also keeps MIOpen from compiling a kernel for every new shape.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,8 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stapes.inference.lacking_norm import LackingNorm
-from stapes.inference.quantized import QuantizedEncoderLayer
+from stapes.inference.quantized import Fp8Linear, QuantizedEncoderLayer
 from stapes.kernels.fp8_rows import round_rows
+from stapes.kernels.fp8_weights import Fp8Weight, concat, of_kind
 from stapes.models.whisper import Attention, AudioEncoder, EncoderLayer
 
 
@@ -50,8 +52,12 @@ class _Layer:
         torch.addmm(x, _up(self.mlp_norm(x), *self.up), self.down.t(), out=x)
 
 
+_Norm = tuple[Tensor, Tensor, float]
+"""Gain, bias and epsilon of a layer norm, in float32."""
+
+
 @dataclass(frozen=True)
-class _Fp8Linear:
+class _Fp8Product:
     """A weight in 8-bit floats, (outputs, inputs), a scale for each output (1, outputs), and the bias."""
 
     weight: Tensor
@@ -59,49 +65,81 @@ class _Fp8Linear:
     bias: Tensor
 
     @classmethod
-    def of(cls, weight: Tensor, bias: Tensor, kind: torch.dtype) -> _Fp8Linear:
-        rounded, scale = round_rows(weight.contiguous(), kind)
-        return cls(rounded, scale.t().contiguous(), bias)
+    def of(cls, weight: Fp8Weight, bias: Tensor) -> _Fp8Product:
+        return cls(weight.values, weight.scales[None].contiguous(), bias)
 
-    def __call__(self, x: tuple[Tensor, Tensor]) -> Tensor:
-        rows, scale = x
+    def __call__(
+        self, x: Tensor, *, delta: Tensor | None = None, norm: _Norm | None = None, gelu: bool = False
+    ) -> Tensor:
+        """(rows, inputs) → (rows, outputs), behind what `round_rows` does with ``delta``, ``norm`` and ``gelu``."""
+        rows, scale = round_rows(x, self.weight.dtype, delta=delta, norm=norm, gelu=gelu)
         return torch.ops.aten._scaled_mm(
             rows, self.weight.t(), scale, self.scale, bias=self.bias, out_dtype=self.bias.dtype, use_fast_accum=True
         )
 
 
 @dataclass(frozen=True)
+class _PlainProduct:
+    """A weight that stays as it is among others in 8-bit floats; called as these."""
+
+    weight: Tensor
+    bias: Tensor
+
+    def __call__(
+        self, x: Tensor, *, delta: Tensor | None = None, norm: _Norm | None = None, gelu: bool = False
+    ) -> Tensor:
+        if delta is not None:
+            x += delta
+        if norm is not None:
+            gain, bias, eps = norm
+            x = F.layer_norm(x, x.shape[-1:], gain.to(x.dtype), bias.to(x.dtype), eps)
+        return F.linear(F.gelu(x) if gelu else x, self.weight, self.bias)
+
+
+@dataclass(frozen=True)
 class Fp8Layer:
     """An encoder layer whose four products are computed in 8-bit floats, row by row and output by output scaled."""
 
-    kind: torch.dtype
-    attention_norm: tuple[Tensor, Tensor, float]
-    qkv: _Fp8Linear
-    out: _Fp8Linear
-    mlp_norm: tuple[Tensor, Tensor, float]
-    up: _Fp8Linear
-    down: _Fp8Linear
+    attention_norm: _Norm
+    qkv: _Fp8Product | _PlainProduct
+    out: _Fp8Product | _PlainProduct
+    mlp_norm: _Norm
+    up: _Fp8Product | _PlainProduct
+    down: _Fp8Product | _PlainProduct
 
     @classmethod
-    def of(cls, layer: EncoderLayer, kind: torch.dtype) -> Fp8Layer:
-        """Round a layer's weights."""
+    def of(cls, layer: EncoderLayer, kind: torch.dtype, *, stored: bool = False) -> Fp8Layer:
+        """Round a layer's weights. stored: those that are to be rounded were so beforehand (`Fp8Linear`)."""
         attention, mlp = layer.attention, layer.mlp
-        return cls(
-            kind,
-            (layer.attention_norm.weight.float(), layer.attention_norm.bias.float(), layer.attention_norm.eps),
-            _Fp8Linear.of(*merge(attention), kind),
-            _Fp8Linear.of(attention.out.weight, attention.out.bias, kind),
-            (layer.mlp_norm.weight.float(), layer.mlp_norm.bias.float(), layer.mlp_norm.eps),
-            _Fp8Linear.of(mlp.up.weight, mlp.up.bias, kind),
-            _Fp8Linear.of(mlp.down.weight, mlp.down.bias, kind),
-        )
+        products = [
+            _product(layers, kind, stored=stored)
+            for layers in ([attention.query, attention.key, attention.value], [attention.out], [mlp.up], [mlp.down])
+        ]
+        norms = [(norm.weight.float(), norm.bias.float(), norm.eps) for norm in (layer.attention_norm, layer.mlp_norm)]
+        return cls(norms[0], products[0], products[1], norms[1], products[2], products[3])
 
     def __call__(self, x: Tensor, delta: Tensor | None, batch: int, heads: int) -> Tensor:
         """Add ``delta`` and the attention to the residual stream x, in place; the MLP's part is returned."""
-        qkv = self.qkv(round_rows(x, self.kind, delta=delta, norm=self.attention_norm))
-        delta = self.out(round_rows(attend(qkv, batch, heads), self.kind))
-        up = self.up(round_rows(x, self.kind, delta=delta, norm=self.mlp_norm))
-        return self.down(round_rows(up, self.kind, gelu=True))
+        qkv = self.qkv(x, delta=delta, norm=self.attention_norm)
+        delta = self.out(attend(qkv, batch, heads))
+        return self.down(self.up(x, delta=delta, norm=self.mlp_norm), gelu=True)
+
+
+def _product(layers: Sequence[nn.Module], kind: torch.dtype, *, stored: bool) -> _Fp8Product | _PlainProduct:
+    """Layers of one input, their outputs behind each other."""
+    first = layers[0]
+    assert isinstance(first, nn.Linear | Fp8Linear)
+    assert first.bias is not None
+    zeros = torch.zeros_like(first.bias)
+    bias = torch.cat([zeros if layer.bias is None else layer.bias for layer in layers])  # type: ignore[misc]
+    rounded = [layer.rounded for layer in layers if isinstance(layer, Fp8Linear)]
+    if len(rounded) == len(layers):
+        return _Fp8Product.of(concat([of_kind(weight, kind) for weight in rounded]), bias)
+    weight = torch.cat([layer.weight.to(bias.dtype) for layer in layers])  # type: ignore[operator]
+    if stored:
+        return _PlainProduct(weight, bias)
+    values, scales = round_rows(weight, kind)
+    return _Fp8Product.of(Fp8Weight(values, scales[:, 0]), bias)
 
 
 class GpuEncoder(nn.Module):
@@ -125,7 +163,8 @@ class GpuEncoder(nn.Module):
         self.blocks: list[_Layer | Fp8Layer | QuantizedEncoderLayer] = []
         lack = torch.zeros(self.width, device=encoder.positions.device)
         layers = [layer for layer in encoder.layers if isinstance(layer, EncoderLayer)]
-        if not isinstance(first.attention.query, nn.Linear):
+        stored = any(isinstance(module, Fp8Linear) for module in encoder.modules())
+        if not stored and not isinstance(first.attention.query, nn.Linear):
             self.blocks += [QuantizedEncoderLayer(layer) for layer in layers]
             encoder.layers = nn.ModuleList()
         elif fp8 is None:
@@ -135,7 +174,7 @@ class GpuEncoder(nn.Module):
                 self.blocks.append(block)
                 encoder.layers[index] = nn.Identity()  # else the separate query, key and value would stay too
         else:
-            self.blocks += [Fp8Layer.of(layer, fp8) for layer in layers]
+            self.blocks += [Fp8Layer.of(layer, fp8, stored=stored) for layer in layers]
             encoder.layers = nn.ModuleList()
         self.norm = LackingNorm.of(encoder.norm, lack)
         encoder.conv1, encoder.conv2 = nn.Identity(), nn.Identity()  # type: ignore[assignment]

@@ -2,21 +2,22 @@
 
 There are no threads here; whoever drives it locks it. Speech is heard in *parts*: a turn is one part unless it is
 long. While a part goes on, ever longer windows of it are heard, and words that they agree on are committed.
-Once it seems to be over (`_EARLY_SILENCE`), it is heard as for good; if it is over indeed, that is its end. So a
-session holds one part of sound at most, and those that wait for their end.
+Once it seems to be over (`_EARLY_SILENCE`), it is heard as for good; if it is over indeed, that is its end. A short
+part is heard together with the speech before it, as in a file (`_CONTEXT`). So a session holds one part of sound at
+most, what is heard before it, and the parts that wait for their end.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
 
 from stapes.audio.features import SAMPLE_RATE
-from stapes.inference.agreement import Agreement
+from stapes.inference.agreement import Agreement, spoken
 from stapes.inference.feed import FeedWindow
 from stapes.inference.live_events import Committed, Event, Failed, Final, Partial, SpeechStarted, SpeechStopped
 from stapes.inference.live_voices import Heard, Stretch, Voice
@@ -38,12 +39,34 @@ _SHORTEST = 0.6
 _SHORTEST_UNKNOWN = 1.5
 """Seconds from which on a part is heard while it goes on; more where its language has to be found out."""
 
+_CONTEXT = 8 * SAMPLE_RATE
+"""Samples: a part that is shorter is heard with the speech before it, of so many at most. Readers pause for half a
+second in the middle of a sentence, and of its second half alone a model makes another one."""
+
+_CONTEXT_PAUSE = 2.0
+"""Seconds: speech before a longer pause is not heard again."""
+
+_LEAD_IN = 0.3
+"""So many seconds before its first word, and at most half the pause, begins the speech that is heard again."""
+
 _REMEMBERED_SECONDS = 10.0
 _REMEMBERED_CHARACTERS = 240
 """The text before a part is told to the model after a pause of this length at most, and this much of it."""
 
+_REMEMBERED_WORDS = 64
+"""More than anybody says in `_CONTEXT`."""
+
 _ATTEMPTS = 2
 """How often the end of a part is tried where the engine fails."""
+
+
+@dataclass(frozen=True)
+class _Context:
+    """Speech before a part: its first sample, what was committed of it, and the text before that."""
+
+    start: int
+    words: tuple[str, ...]
+    before: str
 
 
 @dataclass(eq=False)
@@ -53,6 +76,10 @@ class _Part:
     agreement: Agreement
     end: int | None = None
     pcm: np.ndarray | None = None
+    earlier: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))
+    """The sound before it."""
+    context: _Context | None = None
+    """What is heard with it; None: not known yet."""
     ends_turn: bool = False
     has_speech: bool = False
     speech_end: int = 0
@@ -121,6 +148,8 @@ class LiveStream:
         self._part: _Part | None = None  # that goes on
         self._parts: deque[_Part] = deque()  # that are over and wait for their end
         self._before, self._before_end = "", 0
+        self._recent: list[Word] = []  # the last committed words that may be heard again
+        self._forgotten = 0  # sound before this is not
         self._finals = 0
 
     @property
@@ -156,7 +185,7 @@ class LiveStream:
         self._sound.append(pcm)
         for probability in probabilities.tolist():
             self._step(probability)
-        self._sound.forget(self._detector.needed)
+        self._sound.forget(self._detector.needed - _CONTEXT)
 
     def commit(self) -> None:
         """End the turn here. A `Final` comes of it in any case: of nothing where nothing is being said."""
@@ -171,7 +200,8 @@ class LiveStream:
         elif self._turn_is_open:
             self._turn += 1
         self._part, self._turn_is_open = None, False
-        self._sound.forget(self._detector.needed)
+        self._forgotten = self.received
+        self._sound.forget(self._detector.needed - _CONTEXT)
 
     def finish(self, probabilities: np.ndarray) -> None:
         """The sound has ended."""
@@ -212,12 +242,16 @@ class LiveStream:
             part.speech_end, part.peak = detector.speech_end, max(part.peak, detector.peak)
 
     def _begin(self, event: Started) -> None:
-        self._part = _Part(self._turn, event.sample, Agreement(self.voice.hold), asked=event.sample)
+        self._part = self._new_part(self._turn, event.sample)
         self._turn_is_open = True
-        if event.sample - self._before_end > _REMEMBERED_SECONDS * SAMPLE_RATE:
-            self._before = ""
         if not self.options.manual:
             self._tell(SpeechStarted(self._turn, event.sample / SAMPLE_RATE))
+
+    def _new_part(self, turn: int, sample: int) -> _Part:
+        part = _Part(turn, sample, Agreement(self.voice.hold), asked=sample)
+        if self.voice.wants_context:
+            part.earlier = self._sound.slice(max(self._forgotten, sample - _CONTEXT), sample)
+        return part
 
     def _end(self, sample: int, is_pause: bool) -> None:
         part = self._part
@@ -230,7 +264,7 @@ class LiveStream:
         if is_pause:
             self._part = None
         else:
-            self._part = _Part(part.turn, sample, Agreement(self.voice.hold), asked=sample)
+            self._part = self._new_part(part.turn, sample)
         if part.ends_turn:
             self._tell(SpeechStopped(self._turn, sample / SAMPLE_RATE))
             self._turn += 1
@@ -266,6 +300,8 @@ class LiveStream:
             end = min(self._detector.samples, self.received)
             end = min(end, speech_end + _TRAILING) if is_final else end
         pcm = self._sound.slice(part.start, end) if part.pcm is None else part.pcm
+        context = self._context_of(part, end)
+        earlier = part.earlier[len(part.earlier) - (part.start - context.start) :]
         part.asked = end
         if is_final:
             part.final_asked = speech_end
@@ -275,8 +311,54 @@ class LiveStream:
         def deliver(heard: Heard | Exception) -> None:
             self._hear(part, end, speech_end if is_final else None, heard)
 
-        stretch = Stretch(pcm, part.start, part.peak, is_final, self._finals == 0, self._before)
+        stretch = Stretch(
+            np.concatenate([earlier, pcm]),
+            context.start,
+            part.peak,
+            is_final,
+            self._finals == 0,
+            context.before,
+            earlier=context.words,
+            context=len(earlier),
+        )
         return self.voice.window(stretch, deliver)
+
+    def _before_part(self, part: _Part) -> str:
+        """The text before a part, as far as it is told."""
+        return self._before if part.start - self._before_end <= _REMEMBERED_SECONDS * SAMPLE_RATE else ""
+
+    def _alone(self, part: _Part) -> _Context:
+        return _Context(part.start, (), self._before_part(part))
+
+    def _context_of(self, part: _Part, end: int) -> _Context:
+        """What is heard with a part when it is heard up to ``end``. All that was said before it is known by then."""
+        if part.context is None:
+            part.context = self._find_context(part)
+        return part.context if end - part.start < _CONTEXT else self._alone(part)
+
+    def _find_context(self, part: _Part) -> _Context:
+        """The speech before a part: it begins at the longest pause of the first half of what there is."""
+        first, before = part.start - len(part.earlier), self._before_part(part)
+        words: list[Word] = []
+        pauses: list[float] = []  # before each of them
+        after = part.start / SAMPLE_RATE
+        for i in range(len(self._recent) - 1, -1, -1):
+            word = self._recent[i]
+            if after - word.end > _CONTEXT_PAUSE or word.start * SAMPLE_RATE < first:
+                break
+            earliest = self._recent[i - 1].end if i else first / SAMPLE_RATE
+            words.insert(0, word)
+            pauses.insert(0, max(0.0, word.start - earliest))
+            after = word.start
+        if not words:
+            return self._alone(part)
+        half = sum(word.start * SAMPLE_RATE < (first + part.start) / 2 for word in words)
+        cut = pauses.index(max(pauses[: max(1, half)]))
+        words = words[cut:]
+        start = round((words[0].start - min(_LEAD_IN, pauses[cut] / 2)) * SAMPLE_RATE)
+        text = "".join(word.word for word in words)
+        told = before[: -len(text)] if before.endswith(text) else ""
+        return _Context(min(max(start, first), part.start), tuple(spoken(word.word) for word in words), told)
 
     def lose(self, error: Exception) -> None:
         """Windows that are on their way will not come back."""
@@ -299,6 +381,10 @@ class LiveStream:
         if isinstance(heard, Exception):
             if speech_end is not None:
                 self._fail(part, heard)
+        elif speech_end is not None and not heard.words and self._context_of(part, end).words:
+            # A model at times writes the first sentence of a window alone. By itself the part is not overheard.
+            part.context = self._alone(part)
+            part.final_asked = part.final_heard
         else:
             if speech_end is not None:
                 part.final_heard, part.result = speech_end, heard
@@ -355,7 +441,9 @@ class LiveStream:
             # What the model itself would have written: words that were committed early may lack their punctuation, and
             # a model that is told such a text goes on like it.
             own = "".join(word.word for word in heard.words) or text
-            self._before = f"{self._before}{own}"[-_REMEMBERED_CHARACTERS:] if heard.is_sound else ""
+            self._before = f"{self._before_part(part)}{own}"[-_REMEMBERED_CHARACTERS:] if heard.is_sound else ""
             self._before_end = part.end or 0
+            recent = [*self._recent, *(heard.words or words)]
+            self._recent = recent[-_REMEMBERED_WORDS:] if heard.is_sound else []
         if words or part.ends_turn:
             self._tell(Final(part.turn, text, segment, part.ends_turn, self.voice.language))

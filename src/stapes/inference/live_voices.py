@@ -6,6 +6,7 @@ the window's ``deliver``.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -17,6 +18,7 @@ from stapes.audio.vad import Region
 from stapes.audio.windows import PackedWindow, Piece
 from stapes.decoding.align import WordTiming, merge_punctuations
 from stapes.errors import ModelError, UsageError
+from stapes.inference.agreement import said_already, spoken
 from stapes.inference.ctc_family import CTCFamily
 from stapes.inference.ctc_phrases import make_segment, marks_words, units_of
 from stapes.inference.ctc_recording import CTCOutput, CTCSound
@@ -39,6 +41,9 @@ _LANGUAGE_VOTES = 3
 _FALLBACK_STEP = 0.5
 """Temperatures of the last attempt at a stretch are 0, 0.5 and 1 unless the caller says otherwise: someone waits."""
 
+_ONSET = 0.3
+"""Speech begins so long after a stretch does: its padding, by default."""
+
 _TRAILING_SECONDS = 0.4
 """Silence behind a stretch for models that get no padding: without it they lose last words."""
 
@@ -56,6 +61,10 @@ class Stretch:
     is_first: bool
     before: str
     """The text before it."""
+    context: int = 0
+    """Samples that it begins with and that were transcribed before: their words are not told again."""
+    earlier: tuple[str, ...] = ()
+    """Those words, as `spoken`."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +87,11 @@ class Voice(Protocol):
     @property
     def hold(self) -> int:
         """Last words of a hypothesis that are too unsure to be committed."""
+        ...
+
+    @property
+    def wants_context(self) -> bool:
+        """Whether short speech is better heard with what was said before it."""
         ...
 
     @property
@@ -154,6 +168,7 @@ class _WindowFeed(AudioFeed):
 @dataclass(eq=False)
 class _WhisperWindow(Window):
     deliver: Deliver = field(kw_only=True)
+    stretch: Stretch = field(kw_only=True)
 
 
 class _WhisperFeed(_WindowFeed, Recording):
@@ -189,15 +204,38 @@ class _WhisperFeed(_WindowFeed, Recording):
         for word in words:
             word.start, word.end = word.start + offset, word.end + offset
         first, last = draft.segments[0], draft.segments[-1]
+        text = "".join(segment.text for segment in draft.segments)
+        tokens = [token for segment in draft.segments for token in segment.tokens]
+        begin = (window.start + window.stretch.context) / SAMPLE_RATE
+        if window.stretch.earlier:
+            words = self._new(words, window.stretch.earlier, begin)
+            text = "".join(word.word for word in words)
+            tokens = self.model.tokenizer.encode(text)
+            if not words:
+                return Heard([], None, not draft.attempt.failed)
         whole = replace(
             first,
+            seek=round(begin * 100),
             start=words[0].start if words else first.start + offset,
             end=words[-1].end if words else last.end + offset,
-            text="".join(segment.text for segment in draft.segments),
-            tokens=[token for segment in draft.segments for token in segment.tokens],
+            text=text,
+            tokens=tokens,
             words=words,
         )
         return Heard(words, whole, not draft.attempt.failed)
+
+    def _new(self, words: list[Word], earlier: Sequence[str], begin: float) -> list[Word]:
+        """The words from ``begin`` on, where the model may write those before otherwise than the first time.
+
+        The silence between belongs to the word before it or to the one behind it, as it comes: so times tell only where
+        the border cannot be, and what is written where it is.
+        """
+        places = None
+        if self.options.word_timestamps:
+            starts, ends = [0.0, *(word.start for word in words)], [*(word.end for word in words), math.inf]
+            edges = zip(starts, ends, strict=True)
+            places = [i for i, (last, end) in enumerate(edges) if last <= begin + _ONSET and end > begin]
+        return words[said_already(earlier, [spoken(word.word) for word in words], places) :]
 
     def _near_words(self, segment: Segment) -> list[Word]:
         """The words of a segment, its time shared out among them by their letters: reading it again costs more."""
@@ -220,6 +258,8 @@ class WhisperVoice:
     Hypotheses on the way are greedy, without second looks or word times. The last one of a stretch is made as that of
     a file is, with its exact word times.
     """
+
+    wants_context = True
 
     def __init__(self, model: Model, options: TranscribeOptions, returned: Callable[[FeedWindow], None]) -> None:
         self.model, self.returned = model, returned
@@ -264,7 +304,7 @@ class WhisperVoice:
         before = self.model.tokenizer.encode(stretch.before)[-_PROMPT_TOKENS:] if stretch.before else []
         packed = PackedWindow((Piece(stretch.start, stretch.start + len(stretch.pcm)),), stretch.peak)
         prompt = feed.prompt_tokens(before, initial=stretch.is_first)
-        return _WhisperWindow(feed, packed, stretch.pcm, prompt, deliver=deliver)
+        return _WhisperWindow(feed, packed, stretch.pcm, prompt, deliver=deliver, stretch=stretch)
 
 
 @dataclass(eq=False)
@@ -325,6 +365,7 @@ class CTCVoice:
     for it (a beam, a language model, expected words). Their look-ahead is what has come of the stretch."""
 
     needs_language = False
+    wants_context = False
 
     def __init__(self, family: CTCFamily, options: TranscribeOptions) -> None:
         self._model = family.model

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -48,7 +48,8 @@ def open_onnx_ctc(name: str, path: Path, folder: OnnxFolder, device: Device, pro
     if isinstance(checkpoint, SpectrogramCheckpoint):
         model = OnnxSpectrogramCTC(checkpoint, _SpectrogramRunner(session, checkpoint, device))  # pyright: ignore[reportArgumentType]
     else:
-        model = OnnxCTC(checkpoint, stand_in(checkpoint.config, path, device), partial(_network, session))
+        network_less = stand_in(checkpoint.config, first_convolution_of(path), device)
+        model = OnnxCTC(checkpoint, network_less, partial(_network, session))
     model.session = session
     shapes = "tight" if device.backend == "cpu" else "fixed"
     seconds = batch_seconds(device.torch, dtype)
@@ -86,15 +87,21 @@ class OnnxCTC(Wav2Vec2CTC):
     session: Session
 
 
-def stand_in(config: Wav2Vec2Config, path: Path, device: Device) -> Any:
+def first_convolution_of(path: Path) -> dict[str, Tensor]:
+    """The first convolution of the model in a folder, where its outputs are normalised; else nothing."""
+    file = path / FIRST_CONVOLUTION
+    return load_file(file) if file.exists() else {}
+
+
+def stand_in(config: Wav2Vec2Config, weights: Mapping[str, Tensor], device: Device) -> Any:
     """What `Wav2Vec2CTC` asks of a network beside its numbers: sizes, device, the first convolution."""
     first: nn.Module | None = None
     if config.conv_norm == "group":
-        first = GroupNormConvLayer(config.conv_channels[0], config.conv_kernels[0], config.conv_strides[0], False)
-        weights = load_file(path / FIRST_CONVOLUTION)
-        if "conv.bias" in weights:
-            first.conv.bias = nn.Parameter(torch.empty(config.conv_channels[0]))
-        first.load_state_dict(weights)
+        with torch.device("meta"):
+            first = GroupNormConvLayer(config.conv_channels[0], config.conv_kernels[0], config.conv_strides[0], False)
+            if "conv.bias" in weights:
+                first.conv.bias = nn.Parameter(torch.empty(config.conv_channels[0]))
+        first.load_state_dict(dict(weights), assign=True)
         first.requires_grad_(False)
     return SimpleNamespace(
         config=config,

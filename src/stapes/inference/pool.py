@@ -1,5 +1,7 @@
 """One engine on several devices: a process for each (`pool_worker`), which windows are sent to.
 
+What a CTC model says to a window is all there is to know of it: `PoolCTCEngine` searches here.
+
 A window goes to the device with the fewest seconds of sound outstanding. It stays known here until its text has been
 taken, so that the windows of a device that dies are run again on the others; an attempt depends on nothing but itself,
 so the texts are the same.
@@ -17,15 +19,17 @@ from dataclasses import dataclass, field
 from itertools import count
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 
 from stapes.audio.features import SAMPLE_RATE
 from stapes.errors import DeviceError
+from stapes.inference.ctc_recording import CTCSound
+from stapes.inference.ctc_search import search_together
 from stapes.inference.engine import Alignment, DecodeRequest, DecodeResult, Engine
-from stapes.inference.pool_worker import Facts
+from stapes.inference.pool_worker import Facts, packed, unpacked
 
 _LOG = logging.getLogger(__name__)
 
@@ -41,14 +45,14 @@ class PoolSound:
     """A window, and the device that has it, if any."""
 
     number: int
-    pcm: np.ndarray
+    window: np.ndarray | CTCSound
     again: bool
     device: PoolDevice | None = None
 
     @property
     def seconds(self) -> float:
         """How long it is."""
-        return len(self.pcm) / SAMPLE_RATE
+        return len(self.window.pcm if isinstance(self.window, CTCSound) else self.window) / SAMPLE_RATE
 
 
 @dataclass(eq=False)
@@ -95,6 +99,8 @@ class PoolEngine:
 
     steps_per_look = 1
     enqueues = True
+    _aligns_there: ClassVar[bool] = True
+    """Devices may be asked about texts that they have written."""
 
     def __init__(self, openers: Sequence[tuple[str, Callable[[], Engine]]]) -> None:
         self.devices: list[PoolDevice] = []
@@ -128,6 +134,7 @@ class PoolEngine:
     def slots(self, slots: int) -> None:
         living = self._living()
         self._rows = max(1, -(-slots // max(1, len(living))))
+        self._batch = self._batch_of(self._rows)
         for device in living:
             self._send(device, "resize", self._rows)
 
@@ -136,6 +143,10 @@ class PoolEngine:
         """Windows that are best handed over together."""
         return self._batch * max(1, len(self._living()))
 
+    def _batch_of(self, rows: int) -> int:
+        """Windows that a device with so many slots encodes together."""
+        return self._batch
+
     @property
     def shares(self) -> dict[str, float]:
         """Seconds of sound that each device has written texts for; devices of one name are numbered."""
@@ -143,7 +154,7 @@ class PoolEngine:
         labels = [f"{name}#{index}" if names.count(name) > 1 else name for index, name in enumerate(names)]
         return dict(zip(labels, (device.seconds for device in self.devices), strict=True))
 
-    def encode(self, windows: Sequence[np.ndarray], *, again: bool = False) -> list[PoolSound]:
+    def encode(self, windows: Sequence[np.ndarray | CTCSound], *, again: bool = False) -> list[PoolSound]:
         """Windows that a device encodes once they have been given to it."""
         return [PoolSound(next(self._numbers), window, again) for window in windows]
 
@@ -219,7 +230,7 @@ class PoolEngine:
         if sound.device is None or sound.device.lost:
             device = choose(self._living())
             sound.device = device
-            self._send(device, "sound", sound.number, sound.pcm, sound.again)
+            self._send(device, "sound", sound.number, packed(sound.window), sound.again)
             weakref.finalize(sound, self._forgotten.append, (device, sound.number)).atexit = False
         return sound.device
 
@@ -269,7 +280,7 @@ class PoolEngine:
         if slot is not None and not slot.told:  # one that was released meanwhile is nobody's
             slot.told = True
             device.seconds += slot.sound.seconds
-            self._harvested.append((slot, result))
+            self._harvested.append((slot, unpacked(result)))
 
     def _lose(self, device: PoolDevice) -> None:
         """A process has ended: run its windows on the others."""
@@ -287,8 +298,9 @@ class PoolEngine:
         if not self._living():
             return  # the next look says so
         for slot in slots:
-            slot.device = self._place(slot.sound)
-            self._assign(slot)
+            if self._aligns_there or not slot.told:
+                slot.device = self._place(slot.sound)
+                self._assign(slot)
 
     def _ask(
         self, things: list[Any], place: Callable[[Any], PoolDevice], message: Callable[[list[Any]], tuple[Any, ...]]
@@ -311,6 +323,23 @@ class PoolEngine:
             for question in [question for question in asked if question in self._answers]:
                 answers |= dict(zip(asked.pop(question)[1], self._answers.pop(question), strict=True))
         return [answers[thing] for thing in things]
+
+
+class PoolCTCEngine(PoolEngine):
+    """A `PoolEngine` of CTC models, for what `TorchCTCEngine` is on one device."""
+
+    _aligns_there = False
+
+    def _batch_of(self, rows: int) -> int:
+        return rows
+
+    def detect_language(self, encoded: Sequence[PoolSound]) -> list[dict[str, float]]:
+        """Not asked: the language of a CTC model is known or does not matter."""
+        raise NotImplementedError
+
+    def align(self, slots: Sequence[Any], prompts: Sequence[Any], texts: Sequence[Any]) -> list[Any]:
+        """As `TorchCTCEngine.align`, in this process."""
+        return search_together(prompts, texts)
 
 
 def choose(devices: Sequence[PoolDevice]) -> PoolDevice:

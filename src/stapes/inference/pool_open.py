@@ -1,4 +1,4 @@
-"""Open a Whisper on several devices: its engines are in processes of their own, all else is here."""
+"""Open a model on several devices: its engines are in processes of their own, all else is here."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from stapes.devices.backend import Device, resolve
 from stapes.errors import UsageError
 from stapes.inference.ctc_open import CTC_KINDS
 from stapes.inference.engine import Engine
-from stapes.inference.pool import PoolEngine
+from stapes.inference.family import Family
+from stapes.inference.pool import PoolCTCEngine, PoolEngine
+from stapes.inference.pool_ctc import open_far_ctc
 from stapes.inference.whisper_family import WhisperFamily
 
 
@@ -44,10 +46,12 @@ def open_pool(
     location: Location,
     openers: Sequence[tuple[str, Callable[[], Engine]]],
     model_dir: str | Path | None = None,
-) -> tuple[WhisperFamily, Device, Callable[[], None]]:
+    language: str | None = None,
+) -> tuple[Family, Device, Callable[[], None]]:
     """The family of a model whose engines ``openers`` make; what to call its devices; and what ends its processes.
 
-    Raises UsageError for a model of another kind, DeviceError, and what the openers raise.
+    language: which of its adapters the openers load. Raises UsageError and ModelError for a model that cannot be
+    opened so, DeviceError, and what the openers raise.
     """
     where = [resolve(device) for device, _ in openers]
     path = location.path
@@ -56,20 +60,25 @@ def open_pool(
         kind = folder.kind
     else:
         folder, kind = None, model_type(path)
+    engine: PoolEngine
     if kind is not None and kind in CTC_KINDS:
-        raise UsageError(
-            f"--device {','.join(device for device, _ in openers)}: {name} is a CTC model, which runs on one device: "
-            "name one, or start a process for each"
-        )
-    if folder is None:
-        checkpoint = open_checkpoint(path, name, location.parts)
+        engine = PoolCTCEngine(openers)
+        try:
+            family: Family = open_far_ctc(name, path, kind, folder, engine, language)
+        except BaseException:
+            engine.close()
+            raise
     else:
-        checkpoint = replace(open_huggingface(path, name, has_weights=False), alignment_heads=folder.alignment_heads)
-    tokenizer = open_tokenizer(checkpoint, model_dir)
-    engine = PoolEngine(openers)
+        if folder is None:
+            checkpoint = open_checkpoint(path, name, location.parts)
+        else:
+            checkpoint = open_huggingface(path, name, has_weights=False)
+            checkpoint = replace(checkpoint, alignment_heads=folder.alignment_heads)
+        tokenizer = open_tokenizer(checkpoint, model_dir)
+        engine = PoolEngine(openers)
+        family = WhisperFamily(name, checkpoint, tokenizer, engine)  # type: ignore[arg-type]
     names = [device.name for device in where]
     label = f"{len(names)} × {names[0]}" if len(set(names)) == 1 else ", ".join(names)
     # Tensors of this process are on the CPU: what it gets from the others, and what it makes of that.
     device = replace(where[0], name=label, torch=resolve("cpu").torch)
-    family = WhisperFamily(name, checkpoint, tokenizer, engine)  # type: ignore[arg-type]
     return family, device, engine.close

@@ -19,7 +19,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from stapes.inference.ctc_recording import CTCOutput, CTCSound
 from stapes.inference.engine import DecodeRequest, Engine
+from stapes.inference.torch_ctc import TorchCTCEngine
 
 
 class Facts(NamedTuple):
@@ -35,7 +37,7 @@ class Sound:
     """A window that is known by a number. ``encoded``: what the engine made of it, once it has."""
 
     number: int
-    pcm: np.ndarray
+    window: np.ndarray | CTCSound
     again: bool
     encoded: Any = None
 
@@ -51,11 +53,25 @@ class Job:
     ended: bool = False
 
 
+def packed(thing: Any) -> Any:
+    """What a process is sent of a window, or of a text. That of a CTC model has tensors, for which PyTorch would have
+    the processes share memory; they are sent as bytes."""
+    if isinstance(thing, CTCOutput) and thing.emissions is not None:
+        thing = thing._replace(emissions=thing.emissions.cpu())
+    return pickle.dumps(thing) if isinstance(thing, CTCOutput | CTCSound) else thing
+
+
+def unpacked(thing: Any) -> Any:
+    """What was `packed`."""
+    return pickle.loads(thing) if isinstance(thing, bytes) else thing  # noqa: S301 - our own
+
+
 class Worker:
     """Encodes windows in batches, writes text for them in slots, and tells of those that have ended."""
 
     def __init__(self, engine: Engine, send: Callable[[tuple[Any, ...]], None]) -> None:
         self.engine, self._send = engine, send
+        self._keeps_slots = not isinstance(engine, TorchCTCEngine)  # nobody asks about the text of one that has ended
         self._sounds: dict[int, Sound] = {}
         self._jobs: dict[int, Job] = {}
         self._waiting: list[Job] = []
@@ -71,8 +87,8 @@ class Worker:
         """Do what a message says, or note that it is to be done."""
         getattr(self, f"_on_{kind}")(*values)
 
-    def _on_sound(self, number: int, pcm: np.ndarray, again: bool) -> None:
-        self._sounds[number] = Sound(number, pcm, again)
+    def _on_sound(self, number: int, window: Any, again: bool) -> None:
+        self._sounds[number] = Sound(number, unpacked(window), again)
 
     def _on_forget(self, number: int) -> None:
         self._sounds.pop(number, None)
@@ -95,7 +111,7 @@ class Worker:
             return
         if job.slot is None:
             self._waiting.remove(job)
-        else:
+        elif self._keeps_slots or not job.ended:
             del self._written[job.slot]
             self.engine.release(job.slot)
 
@@ -113,7 +129,10 @@ class Worker:
             job = self._written.get(slot)  # none: it was released since the device wrote it
             if job is not None and not job.ended:
                 job.ended = True
-                self._send(("ended", job.number, result))
+                self._send(("ended", job.number, packed(result)))
+                if not self._keeps_slots:
+                    del self._written[slot]
+                    self.engine.release(slot)
         self._align()
 
     def _fill(self) -> None:
@@ -149,7 +168,7 @@ class Worker:
     def _encoded(self, sounds: Sequence[Sound], again: bool) -> list[Any]:
         """Encode together; where memory does not suffice, by halves."""
         try:
-            return self.engine.encode([sound.pcm for sound in sounds], again=again)
+            return self.engine.encode([sound.window for sound in sounds], again=again)  # type: ignore[misc]
         except torch.OutOfMemoryError:
             if len(sounds) == 1:
                 raise

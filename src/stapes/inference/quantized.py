@@ -2,6 +2,9 @@
 
 Linear layers and the token embedding, which is the output projection too, are quantised as they are read, so that
 loading never holds more than the quantised model and one weight. Convolutions, norms, biases and positions stay.
+
+Weights that a folder has in 8-bit floats are taken as they are where the encoder multiplies them; the decoder, which
+reads its weights more than it multiplies, has the numbers that they stand for.
 """
 
 from __future__ import annotations
@@ -14,9 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from stapes.devices.backend import Device
+from stapes.devices.backend import Device, fp8_dtype, usable_dtypes
 from stapes.errors import UsageError
 from stapes.kernels import quantization
+from stapes.kernels.fp8_weights import Fp8Weight, dequantize_fp8
 from stapes.kernels.quantization import GROUPS, Quantized, quantize_int4, quantize_int8
 from stapes.kernels.quantized_linear import quantized_linear
 from stapes.models.whisper import MLP, EncoderLayer, Whisper
@@ -45,6 +49,29 @@ class QuantizedLinear(nn.Module):
     def extra_repr(self) -> str:
         weight = self.quantized
         return f"{weight.inputs}, {weight.outputs}, {weight.bits} bits"
+
+
+class Fp8Linear(nn.Module):
+    """A linear layer of the encoder on weights in 8-bit floats, until `gpu_encoder` takes them."""
+
+    def __init__(self, weight: Fp8Weight, bias: Tensor | None) -> None:
+        super().__init__()
+        self.values, self.scales = nn.Buffer(weight.values), nn.Buffer(weight.scales)
+        self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
+
+    @property
+    def rounded(self) -> Fp8Weight:
+        """The weights."""
+        return Fp8Weight(self.values, self.scales)
+
+    @property
+    def weight(self) -> Tensor:
+        """The numbers that they stand for, (outputs, inputs), in the dtype of the bias, if there is one."""
+        return dequantize_fp8(self.rounded, torch.float32 if self.bias is None else self.bias.dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(…, inputs) → (…, outputs), the plain way."""
+        return F.linear(x, self.weight.to(x.dtype), self.bias)
 
 
 class QuantizedMLP(nn.Module):
@@ -139,14 +166,23 @@ class QuantizedEncoderLayer:
 def stored_precision(name: str, scheme: Precision | None, asked: Precision, device: Device) -> Precision:
     """The precision of a model that may have been quantised beforehand: its own on a GPU, fp32 on the CPU.
 
+    8-bit floats run as they are on GPUs that multiply them, and as fp16 on others; any other floats hold them too.
     Raises UsageError where another was asked for.
     """
     if scheme is None:
         return asked
     on_cpu = device.backend == "cpu"
-    if asked not in ("auto", "fp32" if on_cpu else scheme):
+    if scheme == "fp8":
+        if asked in ("fp32", "bf16", "fp16"):
+            return asked
+        if asked == "fp8":
+            fp8_dtype(device)  # or it says why not
+        own: Precision = "fp8" if usable_dtypes(device)["fp8"][0] == "native" else "fp16"
+    else:
+        own = scheme
+    if asked not in ("auto", "fp32" if on_cpu else own):
         raise UsageError(f"--precision {asked}: the weights of {name} are in {scheme}; leave --precision out")
-    return "fp32" if on_cpu else scheme
+    return "fp32" if on_cpu else own
 
 
 def quantizes(precision: Precision) -> bool:
@@ -155,12 +191,14 @@ def quantizes(precision: Precision) -> bool:
 
 
 def quantizer(
-    precision: Precision, stored: Callable[[str], Quantized | None] | None = None
+    precision: Precision, stored: Callable[[str], Quantized | Fp8Weight | None] | None = None
 ) -> Callable[[Whisper, str], None] | None:
     """What `load_whisper` calls for each module it has read, in a precision; None where weights stay as they are.
 
     stored: weights that were quantised beforehand (`WhisperCheckpoint.stored`).
     """
+    if stored is not None and precision == "fp8":
+        return partial(take_fp8, stored=stored)
     if stored is not None and quantizes(precision):
         return partial(take_stored, stored=stored)
     return partial(quantize_module, bits=8 if precision == "int8" else 4) if quantizes(precision) else None
@@ -196,11 +234,22 @@ def quantize_module(model: Whisper, path: str, bits: int) -> None:
         _place(model, path, quantize_int8(weight) if wanted == 8 else quantize_int4(weight))
 
 
-def take_stored(model: Whisper, path: str, stored: Callable[[str], Quantized | None]) -> None:
+def take_stored(model: Whisper, path: str, stored: Callable[[str], Quantized | Fp8Weight | None]) -> None:
     """Put the weight that was quantised beforehand into the module at ``path``, where there is one."""
     module = model.get_submodule(path)
-    if isinstance(module, nn.Linear | nn.Embedding) and (quantized := stored(path)) is not None:
+    if isinstance(module, nn.Linear | nn.Embedding) and isinstance(quantized := stored(path), Quantized):
         _place(model, path, Quantized(*(tensor.to(module.weight.device) for tensor in quantized)))
+
+
+def take_fp8(model: Whisper, path: str, stored: Callable[[str], Quantized | Fp8Weight | None]) -> None:
+    """The same with weights in 8-bit floats, of the encoder's layers."""
+    module = model.get_submodule(path)
+    if not isinstance(module, nn.Linear) or not path.startswith("encoder.layers."):
+        return
+    if isinstance(weight := stored(path), Fp8Weight):
+        above, _, name = path.rpartition(".")
+        there = Fp8Weight(*(tensor.to(module.weight.device) for tensor in weight))
+        setattr(model.get_submodule(above), name, Fp8Linear(there, module.bias))
 
 
 def _place(model: Whisper, path: str, quantized: Quantized) -> None:

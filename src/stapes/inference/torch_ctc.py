@@ -19,7 +19,7 @@ from stapes.audio.features import SAMPLE_RATE
 from stapes.decoding.ctc import CTCToken, best_path, collapse
 from stapes.inference.ctc_model import CTCModel
 from stapes.inference.ctc_recording import CTCOutput, CTCSound
-from stapes.inference.ctc_search import Found, Search
+from stapes.inference.ctc_search import Found, Search, search_together
 from stapes.inference.engine import DecodeRequest
 
 Shapes = Literal["tight", "fixed", "packed"]
@@ -216,18 +216,11 @@ class TorchCTCEngine:
         done = [(slot, encoded) for slot, encoded in self._taken.items() if encoded.batch.is_done]
         return [(slot, encoded.batch.output(encoded.row)) for slot, encoded in done]
 
-    @torch.inference_mode()
     def align(
         self, slots: Sequence[int], prompts: Sequence[Search], texts: Sequence[Sequence[Tensor]]
     ) -> list[list[Found]]:
         """Search phrases (frames, vocabulary) of log-probabilities for their likeliest texts, together."""
-        out: list[list[Found]] = [[] for _ in texts]
-        for search in dict.fromkeys(prompts):
-            rows = [i for i, prompt in enumerate(prompts) if prompt is search]
-            found = iter(search([phrase for i in rows for phrase in texts[i]]))
-            for i in rows:
-                out[i] = [next(found) for _ in texts[i]]
-        return out
+        return search_together(prompts, texts)
 
     def release(self, slot: int) -> None:
         self._taken.pop(slot, None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cache, partial
 
 import torch
 
@@ -14,7 +14,7 @@ from stapes.inference.longform import open_recording
 from stapes.inference.recording import Model
 from stapes.inference.speculative import SpeculativeWhisperEngine
 from stapes.inference.torch_whisper import TorchWhisperEngine
-from stapes.models.whisper import Whisper
+from stapes.models.whisper import Whisper, WhisperConfig
 from stapes.options import TranscribeOptions
 from stapes.text.tokenizers import WhisperTokenizer
 
@@ -37,10 +37,9 @@ class WhisperFamily:
         self.tokenizer, self.engine = tokenizer, engine
         self._suppressed = checkpoint.suppress_tokens
 
-    @cached_property  # whoever watches an engine at work asks again and again
+    @property
     def parameters(self) -> int:
-        with torch.device("meta"):
-            return sum(parameter.numel() for parameter in Whisper(self.config).parameters())
+        return _count(self.config)
 
     def can_be_told(self, language: str) -> bool:
         if self.tokenizer.is_multilingual:
@@ -94,3 +93,9 @@ class WhisperFamily:
         ids |= {tokenizer.transcribe, tokenizer.translate, tokenizer.sot, tokenizer.sot_prev, tokenizer.sot_lm}
         ids.add(tokenizer.no_speech)
         return tuple(sorted(ids))
+
+
+@cache  # whoever watches an engine at work asks again and again
+def _count(config: WhisperConfig) -> int:
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in Whisper(config).parameters())
