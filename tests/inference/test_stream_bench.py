@@ -104,7 +104,7 @@ def test_clients_play_scripts_on_an_engine_that_knows_nothing(recognizer):
     clients = []
     voices = {}
     for number in range(4):
-        pcm, placed = recording_of([clip], number, 2.0)
+        pcm, placed = recording_of([clip], number, 4.0)  # two turns, the second of which is heard with the first
         words = [word for each, at in placed for word in say(each.text, at + 0.1, at + 1.8, 1000)]
         client = Client(pcm, [word.end for word in words])
         voices[client] = lambda returned, words=words: ScriptedVoice(MODEL, OPTIONS, returned, words)
