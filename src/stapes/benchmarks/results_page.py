@@ -399,7 +399,7 @@ def _runs(results: Sequence[tuple[str, BenchResult]]) -> str:
             + (" with changes" if (result.commit or "").endswith("+") else ""),
             f"- {weights.name}: {origin}{heard}, {len(result.rows)} cases of "
             f"{len(result.rows[0].ours.wall_seconds.rounds) if result.rows else 0} rounds",
-            f"- {facts.get('cpu')}, {facts.get('cores')} cores, "
+            f"- {_cpu(facts)}, {facts.get('cores')} cores, "
             + (f"{memory / 2**30:.0f} GiB" if memory else "memory unknown")
             + f"; GPUs: {gpus}; {facts.get('os')}, Python {facts.get('python')}, {versions}"
             + (f", ROCm {facts['rocm']}" if facts.get("rocm") else "")
@@ -425,7 +425,12 @@ def _device(result: BenchResult, case: dict[str, Any]) -> str:
     """The GPU; for the CPU its model and how many threads it was given."""
     if case.get("device") != "cpu":
         return str(case.get("device_name"))
-    return f"{result.machine.get('cpu') or 'CPU'}, {case.get('threads')} threads"
+    return f"{_cpu(result.machine)}, {case.get('threads')} threads"
+
+
+def _cpu(facts: dict[str, Any]) -> str:
+    name = facts.get("cpu") or "CPU"
+    return f"{name} ({facts['instructions']})" if facts.get("instructions") else name
 
 
 def _is_wav2vec2(result: BenchResult) -> bool:

@@ -24,9 +24,10 @@ _VERSIONS = ("torch", "numpy", "transformers", "faster-whisper", "ctranslate2", 
 def facts() -> dict[str, Any]:
     """What this machine is, as JSON. Unknown values are None.
 
-    ``cpu``, ``cores`` (that this process may use), ``memory_bytes``, ``gpus`` (``name``, ``memory_bytes``, ``backend``,
+    ``cpu``, ``instructions`` (the widest that PyTorch uses on it: AVX2, AVX512), ``cores`` (that this process may use), ``memory_bytes``, ``gpus`` (``name``, ``memory_bytes``, ``backend``,
     ``driver``), ``os``, ``kernel``, ``python``, ``versions`` of packages, ``cuda``, ``rocm``, ``threads`` of PyTorch,
     and ``fingerprint``: the same for machines with the same processor, cores, memory and GPUs, whatever runs on them.
+    Virtual machines may not tell which of a maker's processors they have; what it can compute is then all that is known.
     """
     import torch
 
@@ -34,6 +35,7 @@ def facts() -> dict[str, Any]:
     memory = memory_bytes()
     hardware = {
         "cpu": _cpu_name(),
+        "instructions": torch.backends.cpu.get_cpu_capability(),
         "cores": available_cores(),
         # Firmware keeps a little for itself, and not always the same.
         "memory_gib": round(memory / 2**30) if memory else None,
@@ -43,6 +45,7 @@ def facts() -> dict[str, Any]:
     return {
         "fingerprint": digest.hexdigest()[:12],
         "cpu": hardware["cpu"],
+        "instructions": hardware["instructions"],
         "cores": hardware["cores"],
         "memory_bytes": memory,
         "gpus": gpus,
