@@ -24,10 +24,11 @@ _VERSIONS = ("torch", "numpy", "transformers", "faster-whisper", "ctranslate2", 
 def facts() -> dict[str, Any]:
     """What this machine is, as JSON. Unknown values are None.
 
-    ``cpu``, ``instructions`` (the widest that PyTorch uses on it: AVX2, AVX512), ``cores`` (that this process may use), ``memory_bytes``, ``gpus`` (``name``, ``memory_bytes``, ``backend``,
+    ``cpu``, ``instructions`` (the widest that PyTorch uses on it: AVX2, AVX512), ``cores`` (that this process may
+    use), ``memory_bytes``, ``gpus`` (``name``, ``memory_bytes``, ``backend``,
     ``driver``), ``os``, ``kernel``, ``python``, ``versions`` of packages, ``cuda``, ``rocm``, ``threads`` of PyTorch,
     and ``fingerprint``: the same for machines with the same processor, cores, memory and GPUs, whatever runs on them.
-    Virtual machines may not tell which of a maker's processors they have; what it can compute is then all that is known.
+    Virtual machines may not tell which of a maker's processors they have; what it can compute is then all there is.
     """
     import torch
 
