@@ -6,24 +6,23 @@ utterances: the model that was fine-tuned, the teacher of a student, or the same
 
 from __future__ import annotations
 
-import hashlib
 import json
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from stapes.benchmarks.anonymous import anonymous, anonymous_command, anonymous_text
-from stapes.benchmarks.records import BenchResult, CaseRow, Ratio, Spread, SystemRow, Weights
+from stapes.benchmarks.anonymous import anonymous, anonymous_text
+from stapes.benchmarks.gathered import OF_A_RUN, gathered, several, training_command, training_commands
+from stapes.benchmarks.records import BenchResult, CaseRow, Ratio, Spread, SystemRow
 from stapes.errors import UsageError
 from stapes.evaluation.results import Result, Utterance, read_result, read_utterances
 
 NAME = "adapted"
 
-_OF_A_RUN = r" (--set seed=|--train[ =]|-o |--output[ =])[^ ]+| --resume\b"
-"""What a training's command says of one run, not of its settings. Folds of one corpus are one training too."""
+_OF_A_RUN = rf"{OF_A_RUN}| --train[ =][^ ]+"
+"""Folds of one corpus are one training too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,19 +94,14 @@ def gather(
     if len({(each.machine["fingerprint"], each.normalizer) for each in everything}) > 1:
         raise UsageError("these evaluations are of several machines or normalisers: gather them apart")
     last = max((each.result for each in found), key=lambda result: result.date)
-    corpora = sorted({each.corpus for each in references})
-    digest = hashlib.sha256("".join(sorted({each.result.corpus.sha256 for each in references})).encode()).hexdigest()
-    return BenchResult(
-        name=NAME,
-        command=anonymous_command(command),
-        stapes=last.stapes,
-        commit=last.commit,
-        date=last.date,
-        machine=last.machine,
-        weights=Weights(name="adapted here", kind="none"),
-        audio=anonymous({"corpus": ", ".join(corpora), "sha256": digest}),
+    return gathered(
+        NAME,
+        last,
+        command,
+        made="adapted here",
+        audio=several((each.corpus, each.result.corpus.sha256) for each in references),
         rows=[*map(_row, groups.values()), *(_draft_row(*each) for each in drafts)],
-        notes=_commands(found),
+        notes=training_commands((each.result for each in found), _OF_A_RUN),
     )
 
 
@@ -133,18 +127,10 @@ def _reference(after: _Judged, references: Iterable[_Judged]) -> _Judged:
     return next((each for each in found if each.seed is not None and each.seed == after.seed), found[0])
 
 
-def _training(result: Result) -> str:
-    """The command that the model was trained by, without what a seed or a fold changes."""
-    words = (result.model.training_cost or {}).get("command")
-    if not isinstance(words, list):
-        return ""
-    return anonymous_text(re.sub(_OF_A_RUN, "", " ".join(anonymous_command(map(str, words)))))
-
-
 def _settings(result: Result) -> dict[str, Any]:
     cost = result.model.training_cost or {}
     kept = {name: cost.get(name) for name in ("recipe", "init", "augmentation", "steps")}
-    return {**kept, "learnt_from": _learnt_from(result), "training": _training(result)}
+    return {**kept, "learnt_from": _learnt_from(result), "training": training_command(result, _OF_A_RUN)}
 
 
 def _learnt_from(result: Result) -> str:
@@ -249,9 +235,3 @@ def _device(result: Result) -> dict[str, Any]:
     name = result.model.device or ""
     is_cpu = name.lower().startswith("cpu")
     return {"device": "cpu" if is_cpu else "cuda", "device_name": name, "threads": result.machine.get("threads")}
-
-
-def _commands(found: Sequence[_Judged]) -> list[str]:
-    """Each training's own command, once for all seeds and folds."""
-    said = dict.fromkeys(_training(each.result) for each in found)
-    return [f"`{each}`" for each in said if each]

@@ -6,15 +6,14 @@ differ only in their seed are rounds of one case.
 
 from __future__ import annotations
 
-import hashlib
 import json
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from stapes.benchmarks.anonymous import anonymous, anonymous_command, anonymous_text
-from stapes.benchmarks.records import BenchResult, CaseRow, Spread, SystemRow, Weights
+from stapes.benchmarks.anonymous import anonymous_text
+from stapes.benchmarks.gathered import gathered, several, training_commands
+from stapes.benchmarks.records import BenchResult, CaseRow, Spread, SystemRow
 from stapes.errors import UsageError
 from stapes.evaluation.results import Result, read_result
 
@@ -45,19 +44,14 @@ def gather(folders: Sequence[Path], command: Sequence[str]) -> BenchResult:
         groups.setdefault(json.dumps(_case(result), sort_keys=True), []).append(result)
     results = [result for _, result in found]
     last = max(results, key=lambda result: result.date)
-    corpora = sorted({result.corpus.name for result in results})
-    digest = hashlib.sha256("".join(sorted({result.corpus.sha256 for result in results})).encode()).hexdigest()
-    return BenchResult(
-        name=NAME,
-        command=anonymous_command(command),
-        stapes=last.stapes,
-        commit=last.commit,
-        date=last.date,
-        machine=last.machine,
-        weights=Weights(name="trained here", kind="none"),
-        audio=anonymous({"corpus": ", ".join(corpora), "sha256": digest}),
+    return gathered(
+        NAME,
+        last,
+        command,
+        made="trained here",
+        audio=several((result.corpus.name, result.corpus.sha256) for result in results),
         rows=[_row(group) for group in groups.values()],
-        notes=_commands(results),
+        notes=training_commands(results),
     )
 
 
@@ -104,14 +98,3 @@ def _row(group: Sequence[Result]) -> CaseRow:
         figures=figures,
     )
     return CaseRow(case=_case(group[0]), systems=[ours])
-
-
-def _commands(results: Sequence[Result]) -> list[str]:
-    """Each training's own command, once for all seeds."""
-    said: dict[str, None] = {}
-    for result in results:
-        words = (result.model.training_cost or {}).get("command")
-        if isinstance(words, list) and words:
-            text = anonymous_text(" ".join(anonymous_command(map(str, words))))
-            said[f"`{re.sub(r' (--set seed=|-o |--output[ =])[^ ]+| --resume', '', text)}`"] = None
-    return list(said)

@@ -15,8 +15,9 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from stapes.benchmarks.anonymous import anonymous, anonymous_command
-from stapes.benchmarks.records import BenchResult, CaseRow, Spread, SystemRow, Weights
+from stapes.benchmarks.anonymous import anonymous_command
+from stapes.benchmarks.gathered import gathered
+from stapes.benchmarks.records import BenchResult, CaseRow, Spread, SystemRow
 from stapes.errors import UsageError
 from stapes.evaluation.results import Result, read_result
 from stapes.evaluation.training_cost import COST, read_cost
@@ -106,15 +107,12 @@ def gather(
     last = max(results, key=lambda result: result.date)
     if len({(result.machine["fingerprint"], result.commit, result.corpus.sha256) for result in results}) > 1:
         raise UsageError("these evaluations are of several machines, commits or test sets")
-    return BenchResult(
-        name=NAME,
-        command=anonymous_command(command),
-        stapes=last.stapes,
-        commit=last.commit,
-        date=last.date,
-        machine=last.machine,
-        weights=Weights(name="trained here", kind="none"),
-        audio=anonymous({"corpus": last.corpus.name, "sha256": last.corpus.sha256}),
+    return gathered(
+        NAME,
+        last,
+        command,
+        made="trained here",
+        audio={"corpus": last.corpus.name, "sha256": last.corpus.sha256},
         rows=rows,
         notes=[_said(row) for row in rows],
     )

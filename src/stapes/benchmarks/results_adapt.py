@@ -7,6 +7,7 @@ from typing import Any
 
 from stapes.benchmarks.adapted import NAME
 from stapes.benchmarks.records import BenchResult, CaseRow
+from stapes.benchmarks.results_objectives import mean
 
 HEADER = (
     "made by",
@@ -101,7 +102,7 @@ def _rows(found: Found, device: Device, blank: str) -> list[list[str]]:
                 f"{figures['utterances'] or 0:.0f}{_folds(figures)}",
                 f"{case['learnt_from'] or '–'}: {'–' if hours is None else f'{60 * hours:.3g}'}",
                 f"{figures['seeds'] or 1:.0f}",
-                *(f"{_rate(figures, f'before_{name}')} → {_rate(figures, f'after_{name}')}" for name in ("wer", "cer")),
+                *(f"{mean(figures, f'before_{name}')} → {mean(figures, f'after_{name}')}" for name in ("wer", "cer")),
                 ", ".join(_fewer(figures, name) for name in ("wer", "cer")),
                 f"{sum(cost) / len(cost) / 60:.2g}, {case['steps']} steps",
                 "–" if memory is None else f"{memory / 1e9:.1f}",
@@ -132,14 +133,6 @@ def _made_by(case: dict[str, Any]) -> str:
 def _folds(figures: dict[str, float | None]) -> str:
     folds = figures.get("folds") or 1
     return f" in {folds:g} folds" if folds > 1 else ""
-
-
-def _rate(figures: dict[str, float | None], name: str) -> str:
-    value, low, high = (figures.get(f"{name}{part}") for part in ("", "_low", "_high"))
-    if value is None or low is None or high is None:
-        return "–"
-    text = f"{100 * value:.2f}"
-    return text if low == high else f"{text} ({100 * low:.2f}–{100 * high:.2f})"
 
 
 def _fewer(figures: dict[str, float | None], name: str) -> str:

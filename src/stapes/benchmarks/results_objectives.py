@@ -81,8 +81,8 @@ def _line(label: str, row: CaseRow, device: str) -> list[str]:
         label,
         case["corpus"],
         f"{figures.get('seeds') or 1:.0f}",
-        _mean(figures, "wer"),
-        _mean(figures, "cer"),
+        mean(figures, "wer"),
+        mean(figures, "cer"),
         f"{sum(hours.rounds) / len(hours.rounds) / 3600:.3f}, {case['steps']} steps",
         "–" if memory is None else f"{memory / 1e9:.1f}",
         "–" if rate is None else f"{rate:.0f}",
@@ -93,7 +93,7 @@ def _start(init: str | None) -> str:
     return "nothing" if init is None else f"encoder of {init}"
 
 
-def _mean(figures: dict[str, float | None], name: str) -> str:
+def mean(figures: dict[str, float | None], name: str) -> str:
     """The mean over the seeds, and what these lie between."""
     value, low, high = (figures.get(f"{name}{part}") for part in ("", "_low", "_high"))
     if value is None or low is None or high is None:

@@ -173,7 +173,7 @@ def transcribe(
             log=terminal.note,
         )
         path = measure(run, output_dir, terminal)
-    tell(run, path, terminal, _line, json=json)
+    tell(run.result, path, terminal, _line, json=json)
     return 0
 
 

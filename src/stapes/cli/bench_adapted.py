@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from stapes.cli.terminal import Terminal, to_json
+from stapes.cli.bench_run import tell
+from stapes.cli.terminal import Terminal
+
+if TYPE_CHECKING:
+    from stapes.benchmarks.records import CaseRow
 
 _Folders = Annotated[list[Path] | None, Parameter(negative="")]
 
@@ -55,21 +58,15 @@ def adapted(
 
     result = gather(before or [], learnt, kept or [], drafted or [], ["stapes", *sys.argv[1:]])
     path = write_bench(output_dir, result)
-    terminal = Terminal()
-    if json:
-        terminal.out(to_json(asdict(result)) + "\n")
-        return 0
-    lines = []
-    for row in result.rows:
-        case, figures = row.case, row.ours.figures
-        if case["work"] == "draft":
-            faster, differ = row.ratios[0].times_as_fast.median, figures.get("differing_texts") or 0
-            lines.append(
-                f"{case['before']} with a draft, {case['corpus']}: {faster:.2f} × as fast, {differ:.0f} differ\n"
-            )
-            continue
-        shown = {name: f"{100 * (value or 0):.2f}" for name, value in figures.items()}
-        rates = (f"{name.upper()} {shown[f'before_{name}']} → {shown[f'after_{name}']} %" for name in ("wer", "cer"))
-        lines.append(f"{case['recipe']}, {case['corpus']} ({case['work']}): {', '.join(rates)}, {row.ours.options}\n")
-    terminal.out("".join(lines) + f"wrote {path}\n")
+    tell(result, path, Terminal(), _line, json=json)
     return 0
+
+
+def _line(row: CaseRow) -> str:
+    case, figures = row.case, row.ours.figures
+    if case["work"] == "draft":
+        faster, differ = row.ratios[0].times_as_fast.median, figures.get("differing_texts") or 0
+        return f"{case['before']} with a draft, {case['corpus']}: {faster:.2f} × as fast, {differ:.0f} differ\n"
+    shown = {name: f"{100 * (value or 0):.2f}" for name, value in figures.items()}
+    rates = (f"{name.upper()} {shown[f'before_{name}']} → {shown[f'after_{name}']} %" for name in ("wer", "cer"))
+    return f"{case['recipe']}, {case['corpus']} ({case['work']}): {', '.join(rates)}, {row.ours.options}\n"

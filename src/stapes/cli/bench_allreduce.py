@@ -92,7 +92,7 @@ def allreduce(
         path = measure(run, output_dir, terminal)
     finally:
         run.close()
-    tell(run, path, terminal, _size_line, json=json)
+    tell(run.result, path, terminal, _size_line, json=json)
     wrong = [row.case["bytes"] for row in run.result.rows if row.ours.figures["wrong_elements"]]
     if wrong:
         terminal.failure(

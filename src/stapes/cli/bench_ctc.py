@@ -109,7 +109,7 @@ def ctc(
     )
     run = CtcRun(settings, rounds=rounds, command=["stapes", *sys.argv[1:]], quick=quick, log=terminal.note)
     path = measure(run, output_dir, terminal)
-    tell(run, path, terminal, _row_lines, json=json)
+    tell(run.result, path, terminal, _row_lines, json=json)
     return 0
 
 

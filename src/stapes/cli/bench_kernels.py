@@ -76,7 +76,7 @@ def kernels(
         log=terminal.note,
     )
     path = measure(run, output_dir, terminal)
-    tell(run, path, terminal, _kernel_line, json=json)
+    tell(run.result, path, terminal, _kernel_line, json=json)
     return 1 if any(row.case["problem"] for row in run.result.rows) else 0
 
 

@@ -147,7 +147,7 @@ def mlperf(
         log=terminal.note,
     )
     path = measure(run, output_dir, terminal)
-    tell(run, path, terminal, _row_lines, json=json)
+    tell(run.result, path, terminal, _row_lines, json=json)
     return 0
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from stapes.cli.terminal import Terminal, to_json
+from stapes.cli.bench_run import tell
+from stapes.cli.terminal import Terminal
+
+if TYPE_CHECKING:
+    from stapes.benchmarks.records import CaseRow
 
 
 def objectives(
@@ -41,15 +44,12 @@ def objectives(
 
     result = gather(evaluations, ["stapes", *sys.argv[1:]])
     path = write_bench(output_dir, result)
-    terminal = Terminal()
-    if json:
-        terminal.out(to_json(asdict(result)) + "\n")
-        return 0
-    lines = []
-    for row in result.rows:
-        case, figures = row.case, row.ours.figures
-        start = "nothing" if case.get("init") is None else case["init"]
-        rates = (f"{name.upper()} {100 * (figures[name] or 0.0):.2f} %" for name in ("wer", "cer"))
-        lines.append(f"{case['objective']} from {start}, {case['corpus']}: {', '.join(rates)}, {row.ours.options}\n")
-    terminal.out("".join(lines) + f"wrote {path}\n")
+    tell(result, path, Terminal(), _line, json=json)
     return 0
+
+
+def _line(row: CaseRow) -> str:
+    case, figures = row.case, row.ours.figures
+    start = "nothing" if case.get("init") is None else case["init"]
+    rates = (f"{name.upper()} {100 * (figures[name] or 0.0):.2f} %" for name in ("wer", "cer"))
+    return f"{case['objective']} from {start}, {case['corpus']}: {', '.join(rates)}, {row.ours.options}\n"

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from stapes.cli.terminal import Terminal, to_json
+from stapes.cli.bench_run import tell
+from stapes.cli.terminal import Terminal
 from stapes.errors import OutputError
+
+if TYPE_CHECKING:
+    from stapes.benchmarks.records import CaseRow
 
 
 def pretraining(
@@ -53,25 +56,25 @@ def pretraining(
     json:
         Print the result as one JSON object.
     """
-    from stapes.benchmarks.pretraining import TUNED, curve_files, gather
+    from stapes.benchmarks.pretraining import curve_files, gather
     from stapes.benchmarks.records import write_bench
 
     result = gather(stage, pretrained, scratch, test, numbers, ["stapes", *sys.argv[1:]])
-    curve_files(result, "trial")  # where matplotlib is missing nothing is written
+    curves = curve_files(result, "")  # first: where matplotlib is missing nothing is written
     path = write_bench(output_dir, result)
-    for name, text in curve_files(result, path.stem).items():
+    for name, text in curves.items():
+        file = output_dir / f"{path.stem}{name}"
         try:
-            (output_dir / name).write_text(text, encoding="utf-8")
+            file.write_text(text, encoding="utf-8")
         except OSError as error:
-            raise OutputError(f"{output_dir / name}: cannot be written ({error.strerror})") from error
-    terminal = Terminal()
-    if json:
-        terminal.out(to_json(asdict(result)) + "\n")
-        return 0
-    lines = []
-    for row in result.rows:
-        if row.case["part"] == TUNED:
-            rates = (f"{name.upper()} {100 * (row.ours.figures[name] or 0.0):.2f} %" for name in ("cer", "wer"))
-            lines.append(f"from {row.case['start']}, learning rate {row.case['rate']:g}: {', '.join(rates)}\n")
-    terminal.out("".join(lines) + f"wrote {path}\n")
+            raise OutputError(f"{file}: cannot be written ({error.strerror})") from error
+    tell(result, path, Terminal(), _line, json=json)
     return 0
+
+
+def _line(row: CaseRow) -> str:
+    """Of what was fine-tuned; the rest is in the result."""
+    if row.case["part"] != "fine-tuning":
+        return ""
+    rates = (f"{name.upper()} {100 * (row.ours.figures[name] or 0.0):.2f} %" for name in ("cer", "wer"))
+    return f"from {row.case['start']}, learning rate {row.case['rate']:g}: {', '.join(rates)}\n"

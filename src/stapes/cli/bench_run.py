@@ -13,7 +13,7 @@ from stapes.cli.terminal import Terminal, to_json
 from stapes.errors import StapesError, UsageError
 
 if TYPE_CHECKING:
-    from stapes.benchmarks.records import CaseRow
+    from stapes.benchmarks.records import BenchResult, CaseRow
     from stapes.benchmarks.run import Run
 
 
@@ -39,12 +39,12 @@ def measure(run: Run, folder: Path, terminal: Terminal) -> Path:
         return run.write(folder)
 
 
-def tell(run: Run, path: Path, terminal: Terminal, line: Callable[[CaseRow], str], *, json: bool) -> None:
+def tell(result: BenchResult, path: Path, terminal: Terminal, line: Callable[[CaseRow], str], *, json: bool) -> None:
     """Print what was measured: the whole result as JSON, or ``line`` of each row and where the result is."""
     if json:
-        terminal.out(to_json(asdict(run.result)) + "\n")
+        terminal.out(to_json(asdict(result)) + "\n")
     else:
-        terminal.out("".join(map(line, run.result.rows)) + f"wrote {path}\n")
+        terminal.out("".join(map(line, result.rows)) + f"wrote {path}\n")
 
 
 def percent(share: float | None) -> str:

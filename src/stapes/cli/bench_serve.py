@@ -159,7 +159,7 @@ def serve(
     )
     run = ServeBench(settings, terminal.note).run(1 if quick else rounds, ["stapes", *sys.argv[1:]], quick=quick)
     path = measure(run, output_dir, terminal)
-    tell(run, path, terminal, _row_lines, json=json)
+    tell(run.result, path, terminal, _row_lines, json=json)
     return 0
 
 

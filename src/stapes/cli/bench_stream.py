@@ -126,7 +126,7 @@ def stream(
     )
     run = StreamBench(settings, terminal.note).run(rounds, ["stapes", *sys.argv[1:]], quick=quick)
     path = measure(run, output_dir, terminal)
-    tell(run, path, terminal, _row_lines, json=json)
+    tell(run.result, path, terminal, _row_lines, json=json)
     return 0
 
 

@@ -23,7 +23,7 @@ import time
 from collections import defaultdict
 from pathlib import Path
 
-W = Path(os.environ.get("W", "/tmp/work/adapt")) / "languages"
+W = Path(os.environ.get("W", "/tmp/stapes/adapt")) / "languages"
 OUT = Path(os.environ.get("OUT_DIR", "/tmp/out/adapt")) / "languages"
 MODEL = os.environ.get("MODEL", "base")
 FOLDS = int(os.environ.get("FOLDS", "5"))

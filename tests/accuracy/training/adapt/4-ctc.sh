@@ -4,7 +4,7 @@
 # H200 (launching kernels, not computing): 1,500 steps are about 110 s, evaluation 25 s more.
 source "$(dirname "$0")/common.sh"
 STEPS=${STEPS:-1500}; SEEDS=${SEEDS:-0}
-for each in ${TEACHER:-} /tmp/work/train/runs/base-hybrid-0/model ; do
+for each in ${TEACHER:-} /tmp/stapes/train/runs/base-hybrid-0/model ; do
     [ -f "$each/config.json" ] && TEACHER=$each && break
 done
 [ -f "${TEACHER:-none}/config.json" ] || { echo "no teacher yet: set TEACHER=…/model"; exit 1; }

@@ -1,7 +1,7 @@
 # Sourced by all parts. Each path can be set from outside for a dry run.
 set -uo pipefail
 HERE=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
-D=${D:-/tmp/d}; DATA=${DATA:-/tmp/data}; W=${W:-/tmp/work/adapt}; OUT=${OUT_DIR:-/tmp/out/adapt}
+D=${D:-/tmp/d}; DATA=${DATA:-/tmp/data}; W=${W:-/tmp/stapes/adapt}; OUT=${OUT_DIR:-/tmp/out/adapt}
 MODEL=${MODEL:-base}; STAPES=${STAPES:-"python3 -m stapes"}; PY=${PY:-python3}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-2}
 mkdir -p "$W" "$W/results" "$OUT"

@@ -28,7 +28,7 @@ from pathlib import Path
 E = os.environ.get
 D = Path(E("D", "/tmp/d"))
 NOISE = E("NOISE", "/tmp/data/noise-rir")
-WORK = Path(E("WORK", "/tmp/work/train"))
+WORK = Path(E("WORK", "/tmp/stapes/train"))
 OUT = Path(E("OUT_DIR", "/tmp/out/train"))
 PYTHON = E("PYTHON", "python3")
 MAX_SECONDS = float(E("MAX_SECONDS", "560"))  # of everything, evaluation included

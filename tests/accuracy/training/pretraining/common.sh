@@ -1,7 +1,7 @@
 # Settings of all parts; sourced. TINY=1: a trial on a CPU.
 set -uo pipefail
 PY=${PY:-python3}
-DATA=${DATA:-/tmp/data}; D=${D:-/tmp/d}; W=${W:-/tmp/work/pretrain}; OUT=${OUT_DIR:-/tmp/out/pretrain}
+DATA=${DATA:-/tmp/data}; D=${D:-/tmp/d}; W=${W:-/tmp/stapes/pretrain}; OUT=${OUT_DIR:-/tmp/out/pretrain}
 HERE=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 export OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 PYTHONUNBUFFERED=1 PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
 mkdir -p "$W" "$OUT"

@@ -8,7 +8,7 @@
 # A part that runs into its limit keeps the cases that were done.
 set -u
 cd "$(dirname "$0")/../../../.."
-OUT=${OUT:-results} PY=${PY:-python3} WORK=${WORK:-/tmp/work/serve}
+OUT=${OUT:-results} PY=${PY:-python3} WORK=${WORK:-/tmp/stapes/serve}
 CORPUS=${CORPUS:-librispeech:test} MODEL=${MODEL:-base} SMALL=${SMALL:-tiny.en}
 mkdir -p "$OUT" "$WORK"; unset OMP_NUM_THREADS
 say() { echo "$(date +%T) $*"; }

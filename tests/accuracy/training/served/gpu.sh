@@ -8,7 +8,7 @@
 # `gpu.sh` alone does serve and stream. A part that runs into its limit keeps the cases that were done.
 #   DEVICE=cpu SIZE=tiny PRECISION=fp32 TRY=1 gpu.sh: the same commands, small, here.
 set -u
-OUT=${OUT:-/tmp/out/serve} WORK=${WORK:-/tmp/work/serve} D=${D:-/tmp/d}
+OUT=${OUT:-/tmp/out/serve} WORK=${WORK:-/tmp/stapes/serve} D=${D:-/tmp/d}
 PY=${PY:-python3} DEVICE=${DEVICE:-cuda} SIZE=${SIZE:-turbo} PRECISION=${PRECISION:-bf16}
 mkdir -p "$OUT" "$WORK"
 say() { echo "$(date +%T) $*"; }
