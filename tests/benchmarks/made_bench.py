@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from stapes.benchmarks.records import BenchResult, CaseRow, Ratio, Spread, SystemRow, Weights
+from stapes.evaluation.results import CorpusFacts, Counts, Hallucination, Memory, ModelFacts, Rate, Result, Speed
 
 MACHINE = {
     "fingerprint": "0123456789ab",
@@ -59,3 +60,24 @@ def row(seconds: float, device: str = "cpu", ours: tuple[float, ...] = (2.0, 2.1
         )
         ratios.append(Ratio(peer=peer, place=place, times_as_fast=Spread.of([factor] * len(ours))))
     return CaseRow(case=case, systems=systems, ratios=ratios)
+
+
+def evaluation(model: ModelFacts, corpus: CorpusFacts, wer: Rate, cer: Rate, **changes: Any) -> Result:
+    """An evaluation that never happened."""
+    values: dict[str, Any] = {
+        "command": ["stapes", "evaluate", "model", corpus.name],
+        "stapes": "0.3.0",
+        "commit": "b" * 40,
+        "date": "2026-12-01T10:00:00+00:00",
+        "machine": MACHINE,
+        "system": "stapes",
+        "options": {},
+        "normalizer": "english",
+        "counts": Counts(words=100, hits=90, substitutions=10, deletions=0, insertions=0),
+        "failed": 0,
+        "hallucination": Hallucination(),
+        "breakdown": {},
+        "speed": Speed(audio_seconds=3600.0, wall_seconds=36.0, real_time_factor=0.01, throughput=100.0),
+        "memory": Memory(),
+    }
+    return Result(model=model, corpus=corpus, wer=wer, cer=cer, **(values | changes))

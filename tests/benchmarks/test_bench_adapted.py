@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from made_bench import MACHINE
+from made_bench import MACHINE, evaluation
 
 from stapes.benchmarks.adapted import gather
 from stapes.benchmarks.records import read_bench
@@ -15,18 +15,7 @@ from stapes.benchmarks.results_adapt import DRAFT_HEADER, HEADER
 from stapes.benchmarks.results_page import BLANK, render
 from stapes.cli.main import main
 from stapes.errors import UsageError
-from stapes.evaluation.results import (
-    UTTERANCES,
-    CorpusFacts,
-    Counts,
-    Hallucination,
-    Memory,
-    ModelFacts,
-    Rate,
-    Result,
-    Speed,
-    write_result,
-)
+from stapes.evaluation.results import UTTERANCES, CorpusFacts, Counts, ModelFacts, Rate, Speed, write_result
 
 RATE = Rate(value=None, low=None, high=None, method="bootstrap by speaker", why="")
 
@@ -67,33 +56,25 @@ def evaluated(
             "hours": 0.01,
             "peak_memory_bytes": 2_000_000_000,
         } | cost
-    result = Result(
-        command=["stapes", "evaluate", model, corpus],
-        stapes="0.3.0",
-        commit="b" * 40,
-        date="2026-12-01T10:00:00+00:00",
-        machine={**MACHINE, "fingerprint": machine},
-        system="stapes",
-        model=ModelFacts(
+    result = evaluation(
+        ModelFacts(
             name="model" if recipe else model,
             precision="fp16",
             device="AMD Instinct MI300X",
             parameters=50_000_000 if recipe == "distill" else 72_000_000,
             training_cost=cost or None,
         ),
-        options={"beam_size": 1, "batch_size": batch_size, "model": {"name": str(folder)}},
-        corpus=CorpusFacts(
+        CorpusFacts(
             name=path.name.partition(".")[0], manifest=str(path), sha256="c" * 64, utterances=1, hours=1.0, speakers=4
         ),
+        RATE,
+        RATE,
+        command=["stapes", "evaluate", model, corpus],
+        machine={**MACHINE, "fingerprint": machine},
+        options={"beam_size": 1, "batch_size": batch_size, "model": {"name": str(folder)}},
         normalizer="auto",
-        wer=RATE,
-        cer=RATE,
         counts=Counts(words=1, hits=1, substitutions=0, deletions=0, insertions=0),
-        failed=0,
-        hallucination=Hallucination(),
-        breakdown={},
         speed=Speed(audio_seconds=3600.0, wall_seconds=wall, real_time_factor=0.01, throughput=100.0),
-        memory=Memory(),
     )
     folder.mkdir(parents=True)
     write_result(folder, result)

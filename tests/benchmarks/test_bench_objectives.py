@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from made_bench import MACHINE
+from made_bench import MACHINE, evaluation
 
 from stapes.benchmarks.objectives import gather
 from stapes.benchmarks.records import read_bench
@@ -15,17 +15,7 @@ from stapes.benchmarks.results_objectives import HEADER
 from stapes.benchmarks.results_page import BLANK, render
 from stapes.cli.main import main
 from stapes.errors import UsageError
-from stapes.evaluation.results import (
-    CorpusFacts,
-    Counts,
-    Hallucination,
-    Memory,
-    ModelFacts,
-    Rate,
-    Result,
-    Speed,
-    write_result,
-)
+from stapes.evaluation.results import CorpusFacts, ModelFacts, Rate, write_result
 
 RATE = {"low": None, "high": None, "method": "bootstrap by speaker", "why": ""}
 
@@ -48,28 +38,18 @@ def evaluated(folder: Path, objective: str, wer: float, seed: int = 0, corpus: s
         "peak_memory_bytes": 8_000_000_000,
     } | changes
     cost = {name: value for name, value in cost.items() if value is not None}
+    machine = {**MACHINE, "fingerprint": cost.pop("machine", MACHINE["fingerprint"])}
     folder.mkdir(parents=True)
-    result = Result(
-        command=["stapes", "evaluate", "model", corpus],
-        stapes="0.3.0",
-        commit="b" * 40,
-        date=f"2026-12-01T1{seed}:00:00+00:00",
-        machine={**MACHINE, "fingerprint": cost.pop("machine", MACHINE["fingerprint"])},
-        system="stapes",
-        model=ModelFacts(name="model", precision="fp16", device="AMD Instinct MI300X", training_cost=cost or None),
-        options={"beam_size": 1, "lm": None},
-        corpus=CorpusFacts(
+    result = evaluation(
+        ModelFacts(name="model", precision="fp16", device="AMD Instinct MI300X", training_cost=cost or None),
+        CorpusFacts(
             name=corpus, manifest=f"{corpus}.jsonl.gz", sha256=corpus[:2] * 32, utterances=100, hours=1.0, speakers=4
         ),
-        normalizer="english",
-        wer=Rate(value=wer, **RATE),
-        cer=Rate(value=wer / 3, **RATE),
-        counts=Counts(words=100, hits=90, substitutions=10, deletions=0, insertions=0),
-        failed=0,
-        hallucination=Hallucination(),
-        breakdown={},
-        speed=Speed(audio_seconds=3600.0, wall_seconds=36.0, real_time_factor=0.01, throughput=100.0),
-        memory=Memory(),
+        Rate(value=wer, **RATE),
+        Rate(value=wer / 3, **RATE),
+        date=f"2026-12-01T1{seed}:00:00+00:00",
+        machine=machine,
+        options={"beam_size": 1, "lm": None},
     )
     write_result(folder, result)
     return folder

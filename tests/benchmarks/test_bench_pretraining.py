@@ -7,24 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from made_bench import MACHINE
+from made_bench import evaluation
 
 from stapes.benchmarks.pretraining import curve_files, gather
 from stapes.benchmarks.records import read_bench
 from stapes.benchmarks.results_page import BLANK, render
 from stapes.cli.main import main
 from stapes.errors import UsageError
-from stapes.evaluation.results import (
-    CorpusFacts,
-    Counts,
-    Hallucination,
-    Memory,
-    ModelFacts,
-    Rate,
-    Result,
-    Speed,
-    write_result,
-)
+from stapes.evaluation.results import CorpusFacts, ModelFacts, Rate, write_result
 
 GPU = "AMD Instinct MI300X"
 
@@ -69,27 +59,11 @@ def judged(folder: Path, cost: dict[str, Any], cer: float) -> Path:
     folder.mkdir()
     write_result(
         folder,
-        Result(
-            command=["stapes", "evaluate", "model", "test"],
-            stapes="0.3.0",
-            commit="b" * 40,
-            date="2026-12-01T10:00:00+00:00",
-            machine=MACHINE,
-            system="stapes",
-            model=ModelFacts(name="model", precision="bf16", device=GPU, parameters=12_000_000, training_cost=cost),
-            options={},
-            corpus=CorpusFacts(
-                name="test", manifest="test.jsonl.gz", sha256="ab" * 32, utterances=100, hours=1.0, speakers=4
-            ),
-            normalizer="english",
-            wer=rates[1],
-            cer=rates[0],
-            counts=Counts(words=100, hits=90, substitutions=10, deletions=0, insertions=0),
-            failed=0,
-            hallucination=Hallucination(),
-            breakdown={},
-            speed=Speed(audio_seconds=3600.0, wall_seconds=36.0, real_time_factor=0.01, throughput=100.0),
-            memory=Memory(),
+        evaluation(
+            ModelFacts(name="model", precision="bf16", device=GPU, parameters=12_000_000, training_cost=cost),
+            CorpusFacts(name="test", manifest="test.jsonl.gz", sha256="ab" * 32, utterances=100, hours=1.0, speakers=4),
+            rates[1],
+            rates[0],
         ),
     )
     return folder
