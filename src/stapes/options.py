@@ -177,6 +177,17 @@ class TranscribeOptions:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class UtteranceOptions(TranscribeOptions):
+    """For recordings that have been cut into utterances before.
+
+    A class, not a value: on the command line a value's other fields do not count beside one that is given.
+    """
+
+    vad: bool = False
+    """Find where there is speech first, and leave out the rest."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class TurnOptions:
     """When a turn begins and ends. Names, meanings and defaults are those of OpenAI's ``server_vad``."""
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from stapes.data.masking import SpecAugment, span_mask, uniforms
+from stapes.data.masking import SpecAugment, replace_tokens, span_mask, uniforms
 from stapes.data.seeds import _splitmix_array
 
 
@@ -141,3 +141,22 @@ def test_spans_are_the_same_at_any_padding_and_stay_within_the_row():
     assert mask[0].any()
     assert not mask[3].any()  # no span fits
     assert span_mask(lengths, 200, keys, probability=0.0, length=10).sum() == 0
+
+
+def test_some_tokens_become_others_half_of_them_of_the_same_row():
+    keys, count = keys_of(200), 50_000
+    tokens = torch.arange(40).repeat(200, 1) + 100 * torch.arange(200)[:, None] + 50_000
+    may = torch.zeros_like(tokens, dtype=torch.bool)
+    may[:, 5:35] = True
+    found = replace_tokens(tokens, may, keys, 0.25, count)
+    other = found != tokens
+    assert not other[~may].any()
+    assert other[may].float().mean().item() == pytest.approx(0.25, abs=0.02)
+    own = found[other] >= count
+    assert own.float().mean().item() == pytest.approx(0.5, abs=0.05)
+    first, last = tokens[:, 5:6], tokens[:, 34:35]
+    assert ((found >= first) & (found <= last))[other & (found >= count)].all()
+    assert torch.equal(found[7:9], replace_tokens(tokens[7:9], may[7:9], keys[7:9], 0.25, count))
+    assert torch.equal(replace_tokens(tokens, may, keys, 0.0, count), tokens)
+    none = torch.zeros_like(may)
+    assert torch.equal(replace_tokens(tokens, none, keys, 1.0, count), tokens)

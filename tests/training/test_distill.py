@@ -119,6 +119,41 @@ class TestWhisper:
                 trainer.objective.network.decoder.norm.weight.mul_(1.5)
             assert float(losses(trainer, batch).rows.min()) > 0.1
 
+    def test_it_can_have_other_layers(self, manifest: Path, teacher: Path, tmp_path: Path) -> None:
+        config = whisper_student(tmp_path / "run", manifest, teacher)
+        config.distill.layers = [1, 2]
+        ours = dict(opened(config).objective.network.named_parameters())
+        theirs = dict(load_whisper(open_checkpoint(teacher), torch.float32, CPU).named_parameters())
+        for number in (0, 1):
+            name = next(each for each in ours if each.startswith(f"decoder.layers.{number}.") and "weight" in each)
+            other = name.replace(f"layers.{number}", f"layers.{number + 1}")
+            assert torch.equal(ours[name], theirs[other].float())
+        for number, (layers, reason) in enumerate([([1], "as many"), ([2, 1], "in their order"), ([1, 3], "0 to 2")]):
+            config = whisper_student(tmp_path / str(number), manifest, teacher)
+            config.distill.layers = layers
+            with pytest.raises(UsageError, match=reason):
+                opened(config)
+
+    def test_both_are_shown_the_same_noise_and_only_in_training(
+        self, manifest: Path, teacher: Path, tmp_path: Path
+    ) -> None:
+        config = whisper_student(tmp_path / "run", manifest, teacher)
+        config.distill.decoder_layers, config.labels.timestamps = 3, 0.0
+        config.distill.label_weight, config.distill.prefix_noise = 0.0, 0.5
+        trainer = opened(config)
+        assert isinstance(trainer.objective, DistilledWhisperObjective)
+        options, batch = trainer.objective.distill, first_batch(trainer)
+        assert float(losses(trainer, batch).rows.abs().max()) < 1e-3  # a student that is its teacher
+        options.label_weight = 1.0
+        noisy, again = losses(trainer, batch).rows, losses(trainer, batch).rows
+        torch.testing.assert_close(noisy, again)
+        trainer.objective.eval()
+        clean = losses(trainer, batch).rows
+        assert not torch.allclose(noisy, clean)
+        trainer.objective.train()
+        options.prefix_noise = 0.0
+        torch.testing.assert_close(losses(trainer, batch).rows, clean)
+
     def test_both_weights_count(self, manifest: Path, teacher: Path, tmp_path: Path) -> None:
         found = []
         for number, (labels, taught) in enumerate([(1.0, 0.0), (0.0, 1.0), (0.8, 0.5)]):
@@ -156,9 +191,10 @@ class TestWhisper:
             assert recognizer.engine.draft.shares_encoder
 
     def test_going_on_makes_the_same_steps(self, manifest: Path, teacher: Path, tmp_path: Path) -> None:
-        whole, _ = trained(whisper_student(tmp_path / "whole", manifest, teacher, steps=4))
-        config = whisper_student(tmp_path / "parts", manifest, teacher, steps=4)
-        config.checkpoint.every = 1
+        config = whisper_student(tmp_path / "whole", manifest, teacher, steps=4)
+        config.distill.prefix_noise, config.model.decoder_dropout = 0.3, 0.1
+        whole, _ = trained(config)
+        config.output, config.checkpoint.every = str(tmp_path / "parts"), 1
         first = opened(config)
         first.run(lambda: first.step >= 2)
         again, _ = trained(config, resume=True)

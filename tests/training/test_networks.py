@@ -101,12 +101,19 @@ def test_what_is_longer_than_whispers_positions_is_left_out_and_named(whisper: P
     progress = Notes()
     with processes("cpu", config.parallel) as joined:
         trainer = open_run(config, joined, progress)
-        trainer.run()
+        teacher = trainer.run().model
     assert len(trainer.data.manifest) == 6
     assert trainer.dev is not None
     assert len(trainer.dev.manifest) == 7
     assert [note.partition(": ")[2] for note in progress.notes if "left out" in note] == ["slow, long", "long"]
     assert {trainer.data.manifest[number].id for number in range(6)} == {f"0-{number}" for number in range(6)}
+    # A student without such positions is not asked to go without them, but its teacher is.
+    student = small_config(tmp_path / "student", manifest, manifest, 2)
+    student.model.subsampling, student.augment = 2, AugmentOptions()
+    student.data.vocabulary, student.distill.teacher = "teacher", str(teacher)
+    taught, _ = trained(student)
+    assert taught.dev is not None
+    assert (len(taught.data.manifest), len(taught.dev.manifest)) == (6, 8)
     config.output, config.augment = str(tmp_path / "none"), AugmentOptions(speeds=(0.1,))
     with processes("cpu", config.parallel) as joined, pytest.raises(UsageError, match="max-seconds"):
         open_run(config, joined, progress)

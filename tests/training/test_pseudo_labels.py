@@ -129,7 +129,10 @@ def test_labels_of_another_teacher_or_damaged_ones_are_not_gone_on_from(manifest
 def test_the_command(manifest: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     teacher = Teacher()
 
+    searched: list[bool] = []
+
     def transcribe(pcm: np.ndarray, options: Any, **_: Any) -> Transcript:
+        searched.append(options.vad)
         return Transcript(segments=[Segment(0, 0, *each) for each in teacher(pcm, options.language)])
 
     fake = SimpleNamespace(
@@ -145,5 +148,8 @@ def test_the_command(manifest: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     assert json.loads(capsys.readouterr().out)["kept"] == 3
     assert main(["label", str(manifest), str(out), "--model", "fake", "--max-wer", "0.6"]) == 1
     assert "kept 4 of 7" in capsys.readouterr().out
+    other = str(manifest.parent / "other.jsonl")
+    assert main(["label", str(manifest), other, "--model", "fake", "--language", "en"]) == 1
+    assert not any(searched)  # an utterance is speech, whichever other option is given
     assert main(["label", str(manifest), str(out)]) == 2
     assert main(["label", str(manifest.parent / "none.jsonl"), str(out), "--model", "fake"]) == 2

@@ -14,8 +14,10 @@ from small_whispers import a_tokenizer, whisper_config, write_cuts, write_whispe
 
 from stapes.checkpoints.load import open_checkpoint
 from stapes.checkpoints.tokenizer import open_tokenizer
+from stapes.data.augment import WaveformAugment
 from stapes.data.batching import TrainingData
 from stapes.data.manifest import Manifest
+from stapes.data.options import AugmentOptions
 from stapes.data.windows import Window
 from stapes.errors import UsageError
 from stapes.text.tokenizers import WhisperTokenizer
@@ -66,6 +68,8 @@ def test_times_are_those_of_segments_or_of_aligned_words(tokenizer: WhisperToken
     start = "<|startoftranscript|><|en|><|transcribe|>"
     expected = "<|0.32|> first words<|1.00|><|2.00|> second<|3.50|><|endoftext|>"
     assert written(maker, ids) == start + expected
+    slower = "<|0.40|> first words<|1.24|><|2.50|> second<|4.38|><|endoftext|>"
+    assert written(maker, maker.encode_utterance(Manifest(path), 0, 1, speed=0.8)) == start + slower
     assert maker.for_dev().encode_utterance(Manifest(path), 0, 1)[3] == tokenizer.no_timestamps
     plain = labels(tokenizer, timestamps=0.0)
     assert tokenizer.no_timestamps in plain.encode_utterance(Manifest(path), 0, 1)
@@ -189,6 +193,23 @@ def test_windows_are_as_long_as_their_longest(tokenizer: WhisperTokenizer, tmp_p
         manifest, labels(tokenizer), budget_seconds=120.0, window_seconds=30.0, rehearsal=manifest, rehearsal_share=0.5
     )
     assert both.epoch_seconds == pytest.approx(4.8)
+
+
+def test_times_are_those_of_the_speed_that_is_played(tokenizer: WhisperTokenizer, tmp_path: Path) -> None:
+    path = write_cuts(tmp_path, "m", ["a"], seconds=2.0)
+    line = json.loads(path.read_text())
+    line["supervisions"][0] |= {"start": 0.4, "duration": 1.2}
+    path.write_text(json.dumps(line))
+    (batch,) = TrainingData(
+        path,
+        labels(tokenizer, timestamps=1.0),
+        budget_seconds=30.0,
+        augment=WaveformAugment(AugmentOptions(speeds=(0.8,), gain_probability=0.0)),
+        window_seconds=30.0,
+    )
+    assert int(batch.lengths[0]) == pytest.approx(2.5 * 16_000, abs=2)
+    said = batch.targets[0, : int(batch.target_lengths[0])].tolist()
+    assert written(labels(tokenizer), said).endswith("<|0.50|> a<|2.00|><|endoftext|>")
 
 
 def test_scores_tell_languages_apart_and_add_up() -> None:

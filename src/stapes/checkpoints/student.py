@@ -5,7 +5,7 @@ Source: distil-whisper (Gandhi, von Platen, Rush 2023, https://arxiv.org/abs/231
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from torch import Tensor
@@ -22,14 +22,23 @@ def spread_layers(layers: int, kept: int) -> tuple[int, ...]:
     return (*((layers - 1) * i // steps for i in range(kept - 1)), layers - 1)
 
 
-def with_decoder_layers(checkpoint: WhisperCheckpoint, kept: int) -> WhisperCheckpoint:
-    """The same model with only so many of its decoder layers. Raises UsageError where it has not as many."""
+def with_decoder_layers(checkpoint: WhisperCheckpoint, kept: int, which: Sequence[int] = ()) -> WhisperCheckpoint:
+    """The same model with only so many of its decoder layers: ``which``, or else those of `spread_layers`.
+
+    Raises UsageError where it has not as many, or not these.
+    """
     layers = checkpoint.config.decoder_layers
     if checkpoint.scheme is not None:
         raise UsageError(f"{checkpoint.name} is quantised: make the student of the model that it was made of")
     if not 1 <= kept <= layers:
         raise UsageError(f"{checkpoint.name} has {layers} decoder layers: a student of it can have 1 to {layers}")
-    places = {old: new for new, old in enumerate(spread_layers(layers, kept))}
+    chosen = tuple(which) or spread_layers(layers, kept)
+    if len(chosen) != kept or sorted({*chosen} & {*range(layers)}) != list(chosen):
+        raise UsageError(
+            f"layers {', '.join(map(str, chosen))} cannot be those of a student with {kept} decoder layers: name as "
+            f"many of {checkpoint.name}'s, 0 to {layers - 1}, in their order"
+        )
+    places = {old: new for new, old in enumerate(chosen)}
 
     def read() -> Iterator[tuple[str, Tensor]]:
         for name, tensor in checkpoint.read():

@@ -12,14 +12,14 @@ from stapes.cli.terminal import Terminal, display, to_json
 from stapes.cli.transcribe import ModelOptions, _group
 from stapes.data.options import PseudoLabelOptions
 from stapes.errors import UsageError
-from stapes.options import TranscribeOptions
+from stapes.options import UtteranceOptions
 
 _MOST_JOBS = 64
 """Utterances listened to at a time: more than this many threads help nobody."""
 
 _LABELS = PseudoLabelOptions()
 _MODEL = ModelOptions()
-_OPTIONS = TranscribeOptions(vad=False)
+_OPTIONS = UtteranceOptions()
 
 
 def label(
@@ -29,7 +29,7 @@ def label(
     *,
     labels: Annotated[PseudoLabelOptions, _group("Labels", 1)] = _LABELS,
     model: Annotated[ModelOptions, _group("Model", 2)] = _MODEL,
-    options: Annotated[TranscribeOptions, _group("Transcription", 4)] = _OPTIONS,
+    options: Annotated[UtteranceOptions, _group("Transcription", 4)] = _OPTIONS,
     json: bool = False,
 ) -> int:
     """Have a model write down a manifest's utterances, and keep what agrees with the texts that are known.

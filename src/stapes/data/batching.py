@@ -68,9 +68,9 @@ class TextEncoder(Protocol):
 class UtteranceEncoder(Protocol):
     """A tokenizer that needs to know more of an utterance than its text."""
 
-    def encode_utterance(self, manifest: Manifest, number: int, key: int) -> list[int]:
-        """Token ids of an utterance of the manifest. All chance comes from ``key``. Raises StapesError where there are
-        none, which leaves the utterance out."""
+    def encode_utterance(self, manifest: Manifest, number: int, key: int, speed: float = 1.0) -> list[int]:
+        """Token ids of an utterance of the manifest, played at that speed. All chance comes from ``key``. Raises
+        StapesError where there are none, which leaves the utterance out."""
         ...
 
 
@@ -382,8 +382,10 @@ class _Reader(Dataset[Batch]):
         for row in map(int, np.flatnonzero(weights)):
             utterance = utterances[row]
             try:
-                targets[row] = self._encode(*places[row], utterance, int(keys[row]))
-                reads[row] = self._read(utterance, int(own_keys[row]), plan.epoch, float(speeds[row]))[:samples]
+                random = generator(self._seed, plan.epoch, int(own_keys[row]))
+                speed = self._speed(utterance, float(speeds[row]), random)
+                targets[row] = self._encode(*places[row], utterance, int(keys[row]), speed)
+                reads[row] = self._read(utterance, speed, random)[:samples]
             except StapesError as error:
                 weights[row] = 0
                 skipped.append(Skipped(utterance.id, utterance.audio, str(error)))
@@ -420,15 +422,17 @@ class _Reader(Dataset[Batch]):
             state=plan.state,
         )
 
-    def _encode(self, manifest: Manifest, number: int, utterance: Utterance, key: int) -> list[int]:
+    def _encode(self, manifest: Manifest, number: int, utterance: Utterance, key: int, speed: float) -> list[int]:
         if isinstance(self._tokenizer, UtteranceEncoder):
-            return self._tokenizer.encode_utterance(manifest, number, key)
+            return self._tokenizer.encode_utterance(manifest, number, key, speed)
         return self._tokenizer.encode(utterance.text)
 
-    def _read(self, utterance: Utterance, key: int, epoch: int, speed: float) -> np.ndarray:
-        random = generator(self._seed, epoch, key)
-        if self._window is not None:
-            speed = self._window.speed(utterance, self._augment.speeds if self._augment else (1.0,), random)
+    def _speed(self, utterance: Utterance, planned: float, random: np.random.Generator) -> float:
+        if self._window is None:
+            return planned
+        return self._window.speed(utterance, self._augment.speeds if self._augment else (1.0,), random)
+
+    def _read(self, utterance: Utterance, speed: float, random: np.random.Generator) -> np.ndarray:
         samples = read_promised(utterance.audio, utterance.start, utterance.duration, utterance.channel)
         return samples if self._augment is None else self._augment(samples, speed, random)
 

@@ -1,4 +1,4 @@
-"""Masks on the device: SpecAugment on spectrograms, wav2vec 2.0's spans on features, and what else it draws.
+"""Masks on the device: SpecAugment on spectrograms, wav2vec 2.0's spans on features, and what else is drawn there.
 
 Where masks fall is a function of each utterance's ``keys`` alone (``Batch.keys``: seed, epoch and id), computed on the
 device with integers. So a mask is the same in any batch, at any padding, on any number of ranks and on every kind of
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from stapes.models.waveform import is_real
 
 _TIME_START, _TIME_WIDTH, _FREQUENCY_START, _FREQUENCY_WIDTH = range(1, 5)  # what a hash is for
-_SPANS, _ROUNDING, _NEGATIVES, _NOISE = range(5, 9)
+_SPANS, _ROUNDING, _NEGATIVES, _NOISE, _REPLACED, _REPLACEMENT, _OWN = range(5, 12)
 
 
 def uniforms(keys: Tensor, purpose: int, count: int) -> Tensor:
@@ -143,3 +143,18 @@ def sample_negatives(mask: Tensor, keys: Tensor, count: int) -> Tensor:
 def gumbel_noise(keys: Tensor, count: int) -> Tensor:
     """Standard Gumbel noise, float32 (batch, count), from ``keys`` int64 (batch,)."""
     return -(-uniforms(keys, _NOISE, count).clamp(min=2.0**-25).log()).log()
+
+
+def replace_tokens(tokens: Tensor, may: Tensor, keys: Tensor, share: float, count: int) -> Tensor:
+    """``tokens`` (batch, positions) with that share of those that ``may`` be replaced by others, at random.
+
+    Half of these come from the same row, whose words are likely ones, and half from all ids below ``count``. may: bool
+    (batch, positions). keys: int64 (batch,).
+    """
+    positions = tokens.shape[1]
+    replaced = may & (uniforms(keys, _REPLACED, positions) < share)
+    chance = uniforms(keys, _REPLACEMENT, positions)
+    order = may.to(torch.int8).argsort(dim=1, descending=True, stable=True)  # those of the text first
+    own = tokens.gather(1, order.gather(1, (chance * may.sum(1)[:, None]).long()))
+    others = torch.where(uniforms(keys, _OWN, positions) < 0.5, own, (chance * count).long())
+    return torch.where(replaced, others, tokens)

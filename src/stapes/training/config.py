@@ -221,12 +221,18 @@ class DistillOptions:
     decoder_layers: int | None = None
     """whisper: decoder layers of the student, which are the teacher's first, last and some between; its model.init is
     the teacher where none is named. None: all."""
+    layers: list[int] = field(default_factory=list)
+    """whisper: which of the teacher's decoder layers these are, counted from 0, as many as decoder_layers says. None
+    named: the first, the last and some between."""
     label_weight: float = 0.8
     """Weight of the texts in the loss."""
     teacher_weight: float = 1.0
     """Weight of the divergence from the teacher: token by token, or frame by frame."""
     temperature: float = 2.0
     """Both distributions are softened by it: above 1 the unlikely counts more."""
+    prefix_noise: float = 0.0
+    """whisper: share of the text tokens that the decoder is shown which are others, of the same text or any. The
+    teacher is shown the same: a student of few texts then has to listen, and cannot say them by heart."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -401,6 +407,8 @@ class TrainConfig:
             raise UsageError(f"distill.teacher cannot teach {self.objective.kind}: its student is a Whisper, or CTC")
         if self.distill.decoder_layers is not None and self.objective.kind != "whisper":
             raise UsageError("distill.decoder_layers is for a Whisper: set objective.kind=whisper, or leave it out")
+        if self.distill.layers and len(self.distill.layers) != self.distill.decoder_layers:
+            raise UsageError(f"distill.layers names {len(self.distill.layers)}: set distill.decoder_layers to as many")
         if self.model.language is not None and (self.objective.kind != "ctc" or self.model.init is None):
             raise UsageError("model.language is for an adapter of a wav2vec 2.0 that model.init names, such as MMS")
         if self.checkpoint.average > 1 and not self.data.dev:

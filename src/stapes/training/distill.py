@@ -19,6 +19,7 @@ from stapes.checkpoints.load import load_whisper, open_checkpoint
 from stapes.checkpoints.spectrogram_models import KINDS, load_spectrogram_model, open_spectrogram_model
 from stapes.checkpoints.tokenizer import open_tokenizer
 from stapes.data.batching import IGNORED
+from stapes.data.masking import replace_tokens
 from stapes.errors import UsageError
 from stapes.inference.draft import has_same_encoder
 from stapes.inference.spectrograms import log_mel_rows
@@ -83,6 +84,7 @@ def _figures(sums: Sequence[float]) -> dict[str, float]:
 class DistilledWhisperObjective(WhisperObjective):
     """Cross entropy of the labels, and divergence from the teacher at the same places.
 
+    In training some of what both decoders are shown is noise (distill.prefix_noise); the labels stay what they are.
     shares_encoder: the teacher hears what the student's encoder puts out, which is its own and stays as it is.
     """
 
@@ -95,6 +97,10 @@ class DistilledWhisperObjective(WhisperObjective):
     def _losses(self, prepared: Prepared) -> tuple[Losses, Tensor]:
         tokens, targets = self.texts(prepared.batch)
         counted = targets != IGNORED
+        if self.training and self.distill.prefix_noise:
+            end = self.tokenizer.tokenizer.eot  # ids below it are text, all from it on are markers and times
+            said = counted & (tokens < end)  # of the labels alone, not of prompts
+            tokens = replace_tokens(tokens, said, prepared.batch.keys, self.distill.prefix_noise, end)
         teacher = self._teacher.on(tokens.device)
         assert isinstance(teacher, Whisper)
         with self.autocast(tokens.device):

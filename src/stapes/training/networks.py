@@ -88,7 +88,7 @@ def whisper_source(config: TrainConfig) -> tuple[Source, WhisperCheckpoint]:
         raise UsageError(f"model.init is {init!r}: `stapes train {config.recipe}` starts from a Whisper, such as base")
     checkpoint = open_checkpoint(source.path, init, source.parts)
     if config.distill.decoder_layers is not None:
-        checkpoint = with_decoder_layers(checkpoint, config.distill.decoder_layers)
+        checkpoint = with_decoder_layers(checkpoint, config.distill.decoder_layers, config.distill.layers)
     return source, checkpoint
 
 

@@ -17,6 +17,7 @@ RANGES: list[tuple[str, str, float, float]] = [
     ("distill", "label_weight", 0.0, 1000.0),
     ("distill", "teacher_weight", 0.0, 1000.0),
     ("distill", "temperature", 0.01, 100.0),
+    ("distill", "prefix_noise", 0.0, 1.0),
     ("lora", "rank", 0, 4096),
     ("lora", "alpha", 0.0, _BIG),
     ("lora", "dropout", 0.0, 0.95),

@@ -95,7 +95,7 @@ def open_run(config: TrainConfig, processes: Processes, progress: Progress, *, r
     strategy = choose_strategy(config.parallel, processes.world_size)
     network, source = build_network(config, tokenizer, config.seed)
     listener = progress if processes.is_first else Silent()
-    manifest = leave_out_long(manifest, network, min(config.augment.speeds), listener)
+    manifest = leave_out_long(manifest, network, min(config.augment.speeds), listener, config.distill.teacher)
     dev = None
     if config.data.dev:
         dev_manifest = leave_out_long(open_manifest(config, config.data.dev), network, 1.0, listener)

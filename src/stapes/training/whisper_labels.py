@@ -75,13 +75,16 @@ class WhisperLabels:
         """The same without times and prompts."""
         return WhisperLabels(self.tokenizer, self.file, self.text_context, self.options, self.reused, is_training=False)
 
-    def encode_utterance(self, manifest: Manifest, number: int, key: int) -> list[int]:
-        """The decoder's text. Raises UsageError, naming the utterance, where it is too long or in no known language."""
+    def encode_utterance(self, manifest: Manifest, number: int, key: int, speed: float = 1.0) -> list[int]:
+        """The decoder's text, with the times that it has at that speed.
+
+        Raises UsageError, naming the utterance, where it is too long or in no known language.
+        """
         utterance, options, tokenizer = manifest[number], self.options, self.tokenizer
         timed = self.is_training and uniform(key, _TIMED) < options.timestamps
         timed = timed and (bool(utterance.segments) or options.untimed == "any")
         start = tokenizer.start_sequence(self._language(utterance), options.task, without_timestamps=not timed)
-        written = [*start, *(self._timed(utterance) if timed else self._text(utterance.text)), tokenizer.eot]
+        written = [*start, *(self._timed(utterance, speed) if timed else self._text(utterance.text)), tokenizer.eot]
         if len(written) > self.text_context:
             raise UsageError(
                 f"{utterance.id}: its text is {len(written)} tokens, and the decoder writes at most "
@@ -117,17 +120,17 @@ class WhisperLabels:
     def _text(self, text: str) -> list[int]:
         return self.tokenizer.encode(f" {text.strip()}") if text.strip() else []
 
-    def _timed(self, utterance: Utterance) -> list[int]:
+    def _timed(self, utterance: Utterance, speed: float) -> list[int]:
         """Times and texts, by turns."""
         if not utterance.segments:
             text = self._text(utterance.text)
-            end = self.size + self._time(utterance.duration)
+            end = self.size + self._time(utterance.duration / speed)
             return [self.size + self._time(0.0), *text, end] if text else []
         ids: list[int] = []
         latest = 0.0
         for start, end, text in utterance.segments:
-            start = max(latest, float(start))  # times never go back
-            latest = max(start, float(end))
+            start = max(latest, float(start) / speed)  # times never go back
+            latest = max(start, float(end) / speed)
             ids += [self._time(start), *self._text(str(text)), self._time(latest)]
         return ids
 

@@ -8,7 +8,8 @@ speaker (cross-validation by speaker; FOLDS adapters a language and seed). Setti
 the imports.
 
 2-languages.py prepare DATA/commonvoice/manifest.jsonl LANG…      manifests of the folds
-2-languages.py tune LANG                                           settings, by CER → W/languages/settings.json
+2-languages.py tune LANG [NAME…]                                   settings, tried on two folds
+2-languages.py settle LANG                                         the best, by CER → W/languages/settings.json
 2-languages.py run LANG [SEED…]                                    base, then each fold: train, evaluate
 2-languages.py summary LANG…                                       the figures → W/languages/summary.json
 """
@@ -39,6 +40,7 @@ SETTINGS = {
     "all-1e-3-60": ["optimizer.peak_lr=1e-3", "run.steps=60", f"lora.targets={ALL}"],
     "all-1e-3-120": ["optimizer.peak_lr=1e-3", "run.steps=120", f"lora.targets={ALL}"],
 }
+OTHERWISE = SETTINGS["all-1e-3-60"]  # where there was no time to tune
 if os.environ.get("SETTINGS"):
     SETTINGS = {name: SETTINGS[name] for name in os.environ["SETTINGS"].split(",")}
 # A language without a token of its own takes over that of one like it.
@@ -184,35 +186,41 @@ def errors(*names):
     return wrong, sum(row["char_hits"] + row["char_substitutions"] + row["char_deletions"] for row in rows), rows
 
 
-def tune(language):
-    parts = range(min(2, FOLDS))
-    found = {}
-    for name, settings in SETTINGS.items():
-        for fold in parts:
+def tune(language, *names):
+    for name in names or SETTINGS:
+        for fold in range(min(2, FOLDS)):
             if time.monotonic() > DEADLINE:
                 say("no time left to tune")
-                break
+                return
             run = W / language / "tune" / f"{name}-{fold}"
-            train(language, fold, settings, run)
+            train(language, fold, SETTINGS[name], run)
             evaluate(run / "model", W / language / f"test-{fold}.jsonl.gz", f"tune-{language}-{name}-{fold}")
-        names = [f"tune-{language}-{name}-{fold}" for fold in parts]
-        wrong, characters, _rows = errors(*names)
+
+
+def settle(language):
+    found = {}
+    for name in SETTINGS:
+        names = [f"tune-{language}-{name}-{fold}" for fold in range(min(2, FOLDS))]
         if all((W / "results" / each / "result.json").exists() for each in names):
+            wrong, characters, _rows = errors(*names)
             found[name] = wrong / characters
             say(language, name, f"CER {100 * wrong / characters:.1f} %")
-            best = min(found, key=found.get)
-            (W / "settings.json").write_text(
-                json.dumps({"language": language, "cer": found, "chosen": best, "settings": SETTINGS[best]}, indent=1)
-            )
+    if found:
+        best = min(found, key=found.get)
+        (W / "settings.json").write_text(
+            json.dumps({"language": language, "cer": found, "chosen": best, "settings": SETTINGS[best]}, indent=1)
+        )
 
 
 def chosen():
     path = W / "settings.json"
-    return json.loads(path.read_text())["settings"] if path.exists() else SETTINGS["all-1e-3-60"]
+    return json.loads(path.read_text())["settings"] if path.exists() else OTHERWISE
 
 
 def run(language, *seeds):
-    evaluate(MODEL, W / language / "all.jsonl.gz", f"base-{language}")
+    beside = os.environ.get("BESIDE") == "1"  # another process sees to what is the same for all seeds
+    if not beside:
+        evaluate(MODEL, W / language / "all.jsonl.gz", f"base-{language}")
     for seed in seeds or ("0",):
         for fold in range(FOLDS):
             if time.monotonic() > DEADLINE:
@@ -224,7 +232,7 @@ def run(language, *seeds):
     # What a language of two minutes cost English: one of its adapters on LibriSpeech, told that it is English.
     english = Path(os.environ.get("D", "/tmp/d")) / "ls" / "test.jsonl.gz"
     first = W / language / f"seed-{(seeds or ('0',))[0]}" / "fold-0" / "model"
-    if time.monotonic() < DEADLINE and english.exists():
+    if not beside and time.monotonic() < DEADLINE and english.exists():
         evaluate(first, english, f"kept-{language}")
 
 
@@ -297,6 +305,6 @@ def home():
 
 if __name__ == "__main__":
     W.mkdir(parents=True, exist_ok=True)
-    {"prepare": prepare, "tune": tune, "run": run, "summary": summary}[sys.argv[1]](*sys.argv[2:])
+    {"prepare": prepare, "tune": tune, "settle": settle, "run": run, "summary": summary}[sys.argv[1]](*sys.argv[2:])
     home()
     say("DONE adapt 2-languages", *sys.argv[1:])
