@@ -488,9 +488,7 @@ def test_a_call_inside_the_loop_of_another_shares_the_engine(recognizer: Recogni
     assert len(list(running)) == 4
 
 
-def test_a_smaller_batch_size_beside_another_call_is_kept_to_and_alone_it_makes_the_engine_so(
-    recognizer: Recognizer,
-) -> None:
+def test_a_smaller_batch_size_is_kept_to_and_only_a_larger_one_changes_the_engine(recognizer: Recognizer) -> None:
     engine: Any = recognizer.engine
     engine.steps = lambda pcm, request: 20
     most: list[int] = []
@@ -511,7 +509,10 @@ def test_a_smaller_batch_size_beside_another_call_is_kept_to_and_alone_it_makes_
     assert engine.slots == before
     assert max(most) == 2
     assert len(list(running)) == 39
-    assert recognizer.transcribe(tone(20), **options).text
-    assert engine.slots == 2
+    most.clear()
+    assert len(list(recognizer.transcribe_many([tone(20, 0.9)] * 6, **options))) == 6
+    assert (engine.slots, max(most)) == (before, 2)
+    assert recognizer.transcribe(tone(20), **options | {"batch_size": before + 1}).text
+    assert engine.slots == before + 1
     assert recognizer.transcribe(tone(20), sample_rate=16000, language="en").text
     assert engine.slots == before

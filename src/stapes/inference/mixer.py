@@ -103,13 +103,14 @@ class Mixer:
     def _fit(self) -> None:
         """Make the engine have as many slots as the request that asks for the most; others are kept to fewer.
 
-        That needs a moment with nothing in slots. To have fewer slots, it is waited for; to have more, it is brought
-        about: no window enters any more until all have left.
+        Never fewer than at first: new slots are new caches and, on a GPU, newly captured steps. It needs a moment with
+        nothing in slots. To have fewer slots, it is waited for; to have more, it is brought about: no window enters
+        any more until all have left.
         """
         requests = self.requests
         if self._resize is None or not requests:
             return
-        wanted = max(request.batch_size or self._default_slots for request in requests)
+        wanted = max(self._default_slots, *(request.batch_size or 0 for request in requests))
         self._draining = bool(self.slots) and wanted > self.queues.slots
         if not self.slots and (wanted != self.queues.slots or self._in_doubt):
             self._resize(wanted)

@@ -79,7 +79,7 @@ class Scheduler:
         """Begin to transcribe everything that ``ingest`` reads, beside all other requests.
 
         batch_size: windows decoded together, None for what the engine had at first. The engine is made to have as many
-        slots as the request that asks for the most; this one never occupies more than it asks for.
+        slots as the request that asks for the most, and at least those; this one never occupies more than it asks for.
         prepare: called first in the driving thread, if one is begun now.
         """
         request = Request(self, ingest, priority, batch_size)
