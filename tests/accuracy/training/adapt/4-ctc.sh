@@ -2,7 +2,8 @@
 # Line 4: a CTC student from nothing (a Conformer of 256 × 8, 20 ms a frame as the teacher has), with the hybrid teacher
 # and without: same size, data, steps, seed, augmentation, and the same first weights. Parts, to look between them:
 #   check    the GPU's CTC kernel against PyTorch's, 10 s
-#   teacher  hybrids on base's encoder (TEACHERS) at once, TEACHER_STEPS steps: 120–150 s; nothing where TEACHER is one
+#   teacher  hybrids on base's encoder (TEACHERS; …-spoken: with synthetic speech too) at once, TEACHER_STEPS steps:
+#            120–150 s; nothing where TEACHER is one
 #   audio    what the teacher's CTC head writes for speech in other languages: 30–60 s
 #   train    VARIANTS at once, STEPS steps of 480 s of audio; 60 ms a step alone (launching kernels, not computing),
 #            110 ms three at once: 150–180 s. `more` learns from the teacher on the other speech too
@@ -10,7 +11,7 @@
 source "$(dirname "$0")/common.sh"
 PARTS=${PARTS:-"check teacher audio train test"}
 STEPS=${STEPS:-1500}; SEEDS=${SEEDS:-0}; VARIANTS=${VARIANTS:-"alone taught more"}
-TEACHERS=${TEACHERS:-"gentle layers flat"}; TEACHER_STEPS=${TEACHER_STEPS:-1500}
+TEACHERS=${TEACHERS:-"gentle-spoken flat-spoken flat"}; TEACHER_STEPS=${TEACHER_STEPS:-1500}
 C=$W/ctc; mkdir -p "$C"
 help=$HERE/ctc_teacher.py
 dev=(--dev "$D/ls/dev.jsonl.gz" --dev "$D/so/dev.jsonl.gz" --set run.epochs=none --set run.tensorboard=false
@@ -36,14 +37,16 @@ teacher)
         case $VARIANTS in *more*) prepare_foreign & ;; esac
         for name in $TEACHERS; do
             # The new heads first, on the encoder as it is: what a head at random asks of it would spoil it. Then gently.
-            case $name in
+            case ${name%-spoken} in
             gentle) scales="encoder=0.05 decoder=0.2" ;;
             layers) scales="encoder=0.1 encoder.conv1=0.01 encoder.conv2=0.01 encoder.layers.0=0.01 encoder.layers.1=0.02 encoder.layers.2=0.04 decoder=0.2" ;;
             flat) scales="" ;;
             esac
             sets=(--set optimizer.peak_lr=3e-3 --set optimizer.freeze_steps.encoder=150)
-            [ $name = flat ] && sets=(--set optimizer.peak_lr=6e-4 --set optimizer.lr_scales.encoder=0.2)
+            [ "${name%-spoken}" = flat ] && sets=(--set optimizer.peak_lr=6e-4 --set optimizer.lr_scales.encoder=0.2)
             for each in $scales; do sets+=(--set "optimizer.lr_scales.$each"); done
+            # Synthetic speech, where 3-student.sh has made some: its texts are ten times as many.
+            [ "$name" != "${name%-spoken}" ] && [ -f "$W/spoken/train.jsonl.gz" ] && sets+=(--train "$W/spoken/train.jsonl.gz")
             TRAIN_SECONDS=${TRAIN_SECONDS:-220} train "teacher-$name" hybrid --train "$C/train.jsonl.gz" "${dev[@]}" \
                 --set model.init="$MODEL" --set objective.ctc_weight=0.6 --set model.decoder_layers=3 --set model.decoder_dropout=0.2 \
                 --set data.batch_seconds=240 --set data.workers=2 --set data.buckets=24 --set masks.time_masks=3 \
