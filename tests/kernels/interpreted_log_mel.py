@@ -19,6 +19,8 @@ MEL_TILES = [
     log_mel.Tile(64, 32, 32, 4, "fp32"),
     log_mel.Tile(64, 32, 32, 4, "bf16x3"),
     log_mel.Tile(32, 64, 16, 4, "bf16x3"),
+    log_mel.Tile(16, 16, 16, 1, "lanes", 4),
+    log_mel.Tile(32, 16, 16, 1, "lanes", 2),
 ]
 
 

@@ -2,8 +2,11 @@
 
 A filter of the mel scale covers a short run of frequencies, so the kernel works on blocks of filters and reads for each
 only the frequencies that they cover: the spectrum is read once (blocks share at most two frequencies), and of the
-products with the filters' zeros most are never computed. One block of all filters was tried: a third fewer
-instructions, and 1.4 times as long on an H200.
+products with the filters' zeros most are never computed.
+
+On NVIDIA's GPUs one warp computes all filters of 16 frames: what a lane loads is already what it multiplies, so there
+is no shared memory, no barrier and no wait but for memory itself. Which filters a piece of the spectrum meets is known
+to the compiler. Elsewhere that order of work spills registers (RDNA) or is nothing special (CDNA).
 
 The normalisation needs the loudest bin of a whole window before any value of it is final. The first pass writes values
 that are final but for the floor, 8 below the loudest in log10, and the least and greatest of each tile; the second pass
@@ -43,8 +46,10 @@ class Tile:
     frequencies: int
     warps: int
     way: str
-    """``fp32``: as it is. ``bf16x3``: three products of bf16 halves, 2^-16 relative."""
+    """``fp32``: as it is. ``bf16x3``: three products of bf16 halves, 2^-16 relative. ``lanes``: so too, by
+    `_log_mel_lanes`, which takes one warp and 16 filters by 16 frequencies."""
     stages: int = 2
+    """Of a pipeline; of ``lanes``: pieces that are loaded ahead."""
 
 
 # fp32 is exact where matrix instructions take it (CDNA) and on plain cores (RDNA 2); elsewhere three products of parts.
@@ -53,19 +58,16 @@ TILES: Mapping[str, Tile] = {
     "rdna2": Tile(32, 16, 16, 4, "fp32"),
     "rdna3": Tile(32, 32, 16, 4, "bf16x3"),
     "rdna4": Tile(32, 32, 16, 4, "bf16x3"),
-    "cuda": Tile(64, 32, 16, 4, "bf16x3", 3),
+    "cuda": Tile(16, 16, 16, 1, "lanes", 4),
 }
 CANDIDATES = (
-    Tile(64, 32, 32, 4, "bf16x3", 3),
+    Tile(16, 16, 16, 1, "lanes", 2),
+    Tile(16, 16, 16, 1, "lanes", 8),
+    Tile(32, 16, 16, 1, "lanes", 2),
+    Tile(64, 32, 16, 4, "bf16x3", 3),
     Tile(64, 32, 32, 4, "bf16x3", 2),
-    Tile(64, 32, 64, 4, "bf16x3", 2),
-    Tile(64, 16, 32, 4, "bf16x3", 2),
-    Tile(64, 16, 16, 4, "bf16x3", 3),
     Tile(128, 32, 32, 8, "bf16x3", 2),
-    Tile(128, 16, 32, 8, "bf16x3", 3),
-    Tile(32, 32, 32, 2, "bf16x3", 3),
     Tile(32, 16, 32, 2, "bf16x3", 3),
-    Tile(16, 32, 32, 1, "bf16x3", 3),
 )
 """Other tiles, for `stapes bench kernels --sweep` to try on the device that it runs on."""
 
@@ -77,11 +79,13 @@ class Filters:
     filters: Tensor
     """(bins, frequencies) float32, for the reference."""
     high: Tensor
-    """(frequencies, bins), zeros behind; float32, or rounded to bf16."""
+    """(frequencies, bins), zeros behind; float32, or rounded to bf16. For ``lanes`` as `_by_lanes` lays it out."""
     low: Tensor
     """What rounding took off; empty where nothing is rounded."""
     ranges: Tensor
     """(blocks of filters, 2) int32: the first frequency that they cover, and how many blocks of frequencies."""
+    used: int
+    """Bit piece × blocks + block: whether that block of filters covers any of that piece of the frequencies."""
     tile: Tile
 
 
@@ -90,7 +94,8 @@ def prepare_filters(filters: Tensor, device: torch.device, tile: Tile | None = N
     tile = tile or tile_for(device)
     bins, frequencies = filters.shape
     blocks = -(-bins // tile.filters)
-    padded = torch.zeros(frequencies + tile.frequencies, blocks * tile.filters)
+    pieces = -(-frequencies // tile.frequencies)
+    padded = torch.zeros((pieces + 1) * tile.frequencies, blocks * tile.filters)
     padded[:frequencies, :bins] = filters.cpu().T
     ranges = torch.zeros(blocks, 2, dtype=torch.int32)
     for block, columns in enumerate(padded.split(tile.filters, dim=1)):
@@ -98,11 +103,26 @@ def prepare_filters(filters: Tensor, device: torch.device, tile: Tile | None = N
         if len(covered):
             ranges[block, 0] = covered[0]
             ranges[block, 1] = -(-(covered[-1] + 1 - covered[0]) // tile.frequencies)
+    used = 0
+    for piece, rows in enumerate(padded.split(tile.frequencies)):
+        for block, part in enumerate(rows.split(tile.filters, dim=1)):
+            used |= int(part.any()) << (piece * blocks + block)
     high, low = padded, torch.empty(0)
-    if tile.way == "bf16x3":
+    if tile.way != "fp32":
         high = padded.bfloat16()
         low = (padded - high.float()).bfloat16()
-    return Filters(filters.to(device), high.to(device), low.to(device), ranges.to(device), tile)
+    if tile.way == "lanes":
+        high, low = _by_lanes(high, low), torch.empty(0)
+    return Filters(filters.to(device), high.to(device), low.to(device), ranges.to(device), used, tile)
+
+
+def _by_lanes(high: Tensor, low: Tensor) -> Tensor:
+    """(frequencies, filters) halves → (piece, block, half, 32 lanes, 8), as the lanes of a warp multiply them.
+
+    Frequency 8 c1 + 4 c0 + t of a piece and filter 8 n + g of a block lie in lane 4 g + t, at 4 n + 2 c1 + c0.
+    """
+    laid = torch.stack([high, low]).view(2, -1, 2, 2, 4, high.shape[1] // 16, 2, 8)
+    return laid.permute(1, 5, 0, 7, 4, 6, 2, 3).contiguous()
 
 
 def tile_for(device: torch.device) -> Tile:
@@ -123,6 +143,23 @@ def launch_log_mel(spectrum: Tensor, filters: Filters) -> Tensor:
     tiles = -(-frames // tile.frames)
     out = torch.empty(windows, bins, frames, device=spectrum.device)
     extremes = torch.empty(2, windows, tiles, device=spectrum.device)
+    if tile.way == "lanes":
+        _log_mel_lanes[(tiles, windows)](
+            pairs,
+            filters.high,
+            out,
+            extremes[0],
+            extremes[1],
+            frames,
+            bins,
+            pairs.stride(0),
+            pairs.stride(2),
+            num_warps=tile.warps,
+            WIDEN=is_interpreted(),
+            **_lanes_constants(filters, frequencies),
+        )
+        launch_floor(out, extremes, tile.frames)
+        return out
     _log_mel[(tiles, windows)](
         pairs,
         filters.high,
@@ -149,6 +186,18 @@ def launch_log_mel(spectrum: Tensor, filters: Filters) -> Tensor:
     return out
 
 
+def _lanes_constants(filters: Filters, frequencies: int) -> dict[str, int]:
+    return {
+        "FREQUENCIES": frequencies,
+        "PIECES": -(-frequencies // 16),
+        "BLOCKS": len(filters.ranges),
+        "USED": filters.used,
+        "GROUPS": filters.tile.frames // 16,
+        # Of more filters the sums take the registers of half the warps: each then has twice as much on its way.
+        "AHEAD": filters.tile.stages * (1 if len(filters.ranges) <= 5 else 2),
+    }
+
+
 def launch_floor(out: Tensor, extremes: Tensor, tile_frames: int) -> None:
     """Raise what lies more than 8 (log10) under the loudest bin of its window to there, in place.
 
@@ -158,7 +207,8 @@ def launch_floor(out: Tensor, extremes: Tensor, tile_frames: int) -> None:
     """
     windows, bins, frames = out.shape
     tiles = extremes.shape[-1]
-    _floor[(tiles, windows)](
+    joined = max(1, 32 // tile_frames)
+    _floor[(-(-tiles // joined), windows)](
         out,
         extremes[0],
         extremes[1],
@@ -166,7 +216,8 @@ def launch_floor(out: Tensor, extremes: Tensor, tile_frames: int) -> None:
         bins,
         tiles,
         FRAMES=tile_frames,
-        ROWS=16,
+        JOINED=joined,
+        ROWS=32,
         TILES=max(16, 1 << (tiles - 1).bit_length()),
         num_warps=4,
     )
@@ -247,15 +298,18 @@ def _normalised(mel):
 @kernel
 def _floor(
     out_ptr, least_ptr, greatest_ptr, frames, bins, tiles,
-    FRAMES: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr,
+    FRAMES: tl.constexpr, JOINED: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """One tile: what is under the floor of the window is raised to it."""
-    tile, window = tl.program_id(0), tl.program_id(1)
+    """JOINED tiles: what is under the floor of the window is raised to it."""
+    # Backwards: what the first pass wrote last is still in the cache.
+    chunk, window = tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1)
     every = tl.arange(0, TILES)
     greatest = tl.load(greatest_ptr + window * tiles + every, mask=every < tiles, other=float("-inf"))
+    mine = chunk * JOINED + tl.arange(0, JOINED)
+    least = tl.load(least_ptr + window * tiles + mine, mask=mine < tiles, other=float("inf"))
     floor = tl.max(greatest) - 2.0  # 8 in log10
-    if tl.load(least_ptr + window * tiles + tile) < floor:
-        t = tile * FRAMES + tl.arange(0, FRAMES)
+    if tl.min(least) < floor:
+        t = chunk * (JOINED * FRAMES) + tl.arange(0, JOINED * FRAMES)
         rows_ptr = out_ptr + window.to(tl.int64) * bins * frames + t[None, :]
         for first in range(0, bins, ROWS):
             m = first + tl.arange(0, ROWS)
@@ -264,9 +318,104 @@ def _floor(
             tl.store(at, tl.zeros_like(value) + floor, mask=value < floor)
 
 
+@kernel
+def _log_mel_lanes(
+    spectrum_ptr, filters_ptr, out_ptr, least_ptr, greatest_ptr, frames, bins, stride_window, stride_frame,
+    FREQUENCIES: tl.constexpr, PIECES: tl.constexpr, BLOCKS: tl.constexpr, USED: tl.constexpr,
+    GROUPS: tl.constexpr, AHEAD: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    """All filters of 16 GROUPS frames by one warp, final but for the floor.
+
+    The instruction that multiplies 16 × 16 by 16 × 8 wants from lane 4 g + t the rows g and g + 8 and of the columns
+    2 t, 2 t + 1, 2 t + 8 and 2 t + 9. Which frequency is which column is free, so those are t, t + 4, t + 8 and t + 12,
+    and each load of a warp is of 8 rows by 4 neighbours: no number changes lanes. Triton sees that by itself.
+    """
+    tile, window = tl.program_id(0), tl.program_id(1)
+    q = tl.arange(0, 64 * GROUPS)[:, None]  # (group, h, c1, c0, g)
+    row = tile * (16 * GROUPS) + q // 32 * 8 + q % 8
+    rows = spectrum_ptr + window.to(tl.int64) * stride_window + tl.minimum(row, frames - 1) * stride_frame
+    offset = q // 8 % 4 * 4 + tl.arange(0, 4)[None, :]
+    sums = ()
+    for _ in tl.static_range(BLOCKS):  # pyright: ignore[reportGeneralTypeIssues]
+        sums = sums + (tl.zeros((16 * GROUPS, 16), tl.float32),)  # noqa: RUF005  (Triton unpacks no stars)
+    loaded = ()
+    for piece in tl.static_range(AHEAD):  # pyright: ignore[reportGeneralTypeIssues]
+        loaded = loaded + (_piece(rows, offset, 16 * piece, FREQUENCIES),)  # noqa: RUF005
+    for piece in tl.static_range(PIECES):  # pyright: ignore[reportGeneralTypeIssues]
+        first = loaded[0]  # pyright: ignore[reportGeneralTypeIssues]
+        pair = first.reshape(GROUPS, 2, 2, 2, 8, 4).permute(0, 1, 4, 2, 5, 3).reshape(16 * GROUPS, 16)
+        loaded = loaded[1:]
+        if piece + AHEAD < PIECES:
+            loaded = loaded + (_piece(rows, offset, 16 * (piece + AHEAD), FREQUENCIES),)  # noqa: RUF005
+        real = pair.to(tl.int32).to(tl.float32, bitcast=True)
+        imaginary = (pair >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+        power = real * real + imaginary * imaginary
+        # Cut, not rounded: a conversion that rounds is slow, and the lower half takes whatever is left.
+        bits = power.to(tl.int32, bitcast=True)
+        high = (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+        low = (power - (bits & -65536).to(tl.float32, bitcast=True)).to(tl.bfloat16)
+        next_sums = ()
+        for block in tl.static_range(BLOCKS):  # pyright: ignore[reportGeneralTypeIssues]
+            sum = sums[block]
+            if (USED >> (piece * BLOCKS + block)) & 1:
+                sum = _add_part(high, low, filters_ptr + (piece * BLOCKS + block) * 512, sum, WIDEN)
+            next_sums = next_sums + (sum,)  # noqa: RUF005
+        sums = next_sums
+    t = tile * (16 * GROUPS) + tl.arange(0, 16 * GROUPS)
+    out_rows = out_ptr + window.to(tl.int64) * bins * frames + t[:, None]
+    least = tl.full((16 * GROUPS, 16), float("inf"), tl.float32)
+    greatest = tl.full((16 * GROUPS, 16), float("-inf"), tl.float32)
+    for block in tl.static_range(BLOCKS):  # pyright: ignore[reportGeneralTypeIssues]
+        m = block * 16 + tl.arange(0, 16)
+        mel = _normalised(sums[block])
+        tl.store(out_rows + m[None, :] * frames, mel, mask=(t < frames)[:, None] & (m < bins)[None, :])
+        least, greatest = tl.minimum(least, mel), tl.maximum(greatest, mel)
+    tl.store(least_ptr + window * tl.num_programs(0) + tile, tl.min(least))
+    tl.store(greatest_ptr + window * tl.num_programs(0) + tile, tl.max(greatest))
+
+
+@kernel
+def _piece(rows, offset, FIRST: tl.constexpr, FREQUENCIES: tl.constexpr):
+    """((group, h, c1, c0, g), t) complex numbers of the 16 frequencies from FIRST on; none behind the last."""
+    if FIRST + 16 <= FREQUENCIES:
+        return tl.load(rows + (offset + FIRST))
+    else:  # noqa: RET505  (Triton compiles only the branch that is taken)
+        return tl.load(rows + (offset + FIRST), mask=offset + FIRST < FREQUENCIES, other=0)
+
+
+@kernel
+def _add_part(high, low, filters_ptr, sums, WIDEN: tl.constexpr):
+    """``sums`` + power @ 16 filters of 16 frequencies, whose halves lie one behind the other."""
+    filters_high, filters_low = _lanes_of(filters_ptr), _lanes_of(filters_ptr + 256)
+    if WIDEN:
+        filters_high, filters_low = filters_high.to(tl.float32), filters_low.to(tl.float32)
+        high, low = high.to(tl.float32), low.to(tl.float32)
+    sums = tl.dot(low, filters_high, sums)
+    sums = tl.dot(high, filters_low, sums)
+    return tl.dot(high, filters_high, sums)
+
+
+@kernel
+def _lanes_of(filters_ptr):
+    """What `_by_lanes` laid out → (c1, t, c0), (n, g), of which no lane gives anything away."""
+    value = tl.load(filters_ptr + tl.arange(0, 32)[:, None] * 8 + tl.arange(0, 8)[None, :])
+    return value.reshape(8, 4, 2, 2, 2).permute(3, 1, 4, 2, 0).reshape(16, 16)
+
+
 def compile_cases(target: Target) -> list[CompileCase]:
     """Both numbers of bins, and the floor."""
     tile = TILES[target.family]
+    floor = CompileCase(
+        "log_mel floor",
+        "fp32",
+        _floor,
+        {"out_ptr": "*fp32", "least_ptr": "*fp32", "greatest_ptr": "*fp32"}
+        | dict.fromkeys(("frames", "bins", "tiles"), "i32"),
+        {"FRAMES": tile.frames, "JOINED": max(1, 32 // tile.frames), "ROWS": 32, "TILES": 256},
+        warps=4,
+    )
+    if tile.way == "lanes":
+        return [*_lanes_cases(tile), floor]
     filters = "*fp32" if tile.way == "fp32" else "*bf16"
     pointers = {"spectrum_ptr": "*i64", "high_ptr": filters, "low_ptr": filters, "ranges_ptr": "*i32"}
     pointers |= {"out_ptr": "*fp32", "least_ptr": "*fp32", "greatest_ptr": "*fp32"}
@@ -292,12 +441,30 @@ def compile_cases(target: Target) -> list[CompileCase]:
         )
         for bins in (80, 128)
     ]
-    floor = CompileCase(
-        "log_mel floor",
-        "fp32",
-        _floor,
-        {"out_ptr": "*fp32", "least_ptr": "*fp32", "greatest_ptr": "*fp32"}
-        | dict.fromkeys(("frames", "bins", "tiles"), "i32"),
-        {"FRAMES": tile.frames, "ROWS": 16, "TILES": 128},
-    )
     return [*cases, floor]
+
+
+def _lanes_cases(tile: Tile) -> list[CompileCase]:
+    """Filters of Whisper's shape: each bin covers its share of the 201 frequencies and some of its neighbours'."""
+    pointers = {"spectrum_ptr": "*i64", "filters_ptr": "*bf16"}
+    pointers |= {"out_ptr": "*fp32", "least_ptr": "*fp32", "greatest_ptr": "*fp32"}
+    numbers = dict.fromkeys(("frames", "bins", "stride_window", "stride_frame"), "i32")
+    cases = []
+    for bins in (80, 128):
+        centre = torch.arange(bins)[:, None] * (200 / bins)
+        shape = ((torch.arange(201)[None, :] - centre).abs() < 4).float()
+        filters = prepare_filters(shape, torch.device("cpu"), tile)
+        constants = {**_lanes_constants(filters, 201), "WIDEN": False}
+        cases.append(
+            CompileCase(
+                f"log_mel {bins}",
+                "fp32",
+                _log_mel_lanes,
+                {**pointers, **numbers},
+                constants,
+                dot="bf16",
+                warps=tile.warps,
+                aligned=tuple(pointers),
+            )
+        )
+    return cases

@@ -50,9 +50,9 @@ def update_page(page: str, version: str, outcomes: Sequence[Outcome]) -> str:
     parts = _SECTION.split(page)
     sections = dict(zip(parts[1::2], parts[2::2], strict=True))
     rows = [HEADINGS, ("---",) * len(HEADINGS), *map(cells, outcomes)]
-    sections[version] = "\n" + "".join(f"| {' | '.join(row)} |\n" for row in rows)
+    sections[version] = "".join(f"| {' | '.join(row)} |\n" for row in rows)
     newest_first = sorted(sections, key=lambda name: [int(part) for part in re.findall(r"\d+", name)], reverse=True)
-    return _INTRODUCTION + "".join(f"\n## Triton {name}\n{sections[name].rstrip()}\n" for name in newest_first)
+    return _INTRODUCTION + "".join(f"\n## Triton {name}\n\n{sections[name].strip()}\n" for name in newest_first)
 
 
 def _result(outcome: Outcome) -> str:
