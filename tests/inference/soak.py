@@ -14,6 +14,7 @@ Without ``--audio`` recordings are noise in bursts, and every burst counts as sp
 from __future__ import annotations
 
 import argparse
+import ctypes
 import faulthandler
 import gc
 import os
@@ -134,6 +135,25 @@ class Watch:
         return self
 
 
+class _Heap(ctypes.Structure):
+    """glibc's ``mallinfo2``."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks")
+    ] + [("keepcost", ctypes.c_size_t)]
+
+
+def heap_in_use() -> int | None:
+    """Bytes that the C library has given out and not got back; what grows beside them is holes, or no heap."""
+    library = ctypes.CDLL(None)
+    if not hasattr(library, "mallinfo2"):
+        return None
+    library.mallinfo2.restype = _Heap
+    found = library.mallinfo2()
+    return found.uordblks + found.hblkhd
+
+
 @dataclass(frozen=True)
 class Rest:
     """What is in use while nothing runs. Bytes; on a device None where there is none."""
@@ -141,7 +161,9 @@ class Rest:
     windows: int
     seconds: float
     resident: int
+    heap: int | None
     objects: int
+    pinned: int | None
     allocated: int | None
     reserved: int | None
 
@@ -156,25 +178,34 @@ class Rest:
             windows=windows,
             seconds=seconds,
             resident=pages * os.sysconf("SC_PAGE_SIZE"),
+            heap=heap_in_use(),
             objects=len(gc.get_objects()),
+            pinned=torch.cuda.host_memory_stats().get("allocated_bytes.current") if on_device else None,
             allocated=torch.cuda.memory_allocated() if on_device else None,
             reserved=torch.cuda.memory_reserved() if on_device else None,
         )
 
     def line(self) -> str:
-        device = "" if self.allocated is None else f"{_mb(self.allocated)} {_mb(self.reserved or 0)}"
+        device = "" if self.allocated is None else " ".join(map(_mb, (self.pinned, self.allocated, self.reserved)))
         rate = self.windows / self.seconds if self.seconds else 0.0
-        return f"{self.windows:8} {rate:9.1f} {_mb(self.resident)} {self.objects:9} {device}"
+        return f"{self.windows:8} {rate:9.1f} {_mb(self.resident)} {_mb(self.heap)} {self.objects:9} {device}"
 
 
-HEADER = " windows windows/s  RSS MB    objects  device MB allocated, reserved"
+HEADER = " windows windows/s    RSS MB   heap MB   objects  pinned MB, device MB allocated, reserved"
 
 
-def _mb(count: int) -> str:
-    return f"{count / 1e6:9.1f}"
+def _mb(count: int | None) -> str:
+    return "        –" if count is None else f"{count / 1e6:9.1f}"
 
 
-LIMITS = {"resident": (0.04, 24e6), "objects": (0.01, 1000), "allocated": (0.02, 8e6), "reserved": (0.05, 64e6)}
+LIMITS = {
+    "resident": (0.04, 24e6),
+    "heap": (0.04, 24e6),
+    "pinned": (0.05, 64e6),
+    "objects": (0.01, 1000),
+    "allocated": (0.02, 8e6),
+    "reserved": (0.05, 64e6),
+}
 """How much more may be in use at the end than after the warm-up: a share of it, and something besides."""
 
 

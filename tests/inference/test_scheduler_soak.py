@@ -16,7 +16,8 @@ pytestmark = pytest.mark.timeout(300)
 
 def test_a_short_soak_loses_nothing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     # A few rounds are too short to tell a leak from what the allocator keeps: the objects must tell.
-    monkeypatch.setitem(soak.LIMITS, "resident", (1.0, 1e9))
+    for what in ("resident", "heap"):
+        monkeypatch.setitem(soak.LIMITS, what, (1.0, 1e9))
     arguments = "--windows 30 --rounds 3 --random small --tokens 16 --callers 3 --slots 4 --longest 15 --device cpu"
     code = soak.main(arguments.split())
     said = capsys.readouterr().out
@@ -27,10 +28,8 @@ def test_a_short_soak_loses_nothing(monkeypatch: pytest.MonkeyPatch, capsys: pyt
 def test_growth_is_noticed_and_scatter_is_not() -> None:
     def rests(leak: int) -> list[Rest]:
         scatter = [0, 9, 3, 12, 6, 1]
-        return [
-            Rest(100, 1.0, 600_000_000 + (scatter[i % 6] * 1_000_000 + i * leak), 100_000, 1_000_000, 2_000_000)
-            for i in range(24)
-        ]
+        grown = [600_000_000 + (scatter[i % 6] * 1_000_000 + i * leak) for i in range(24)]
+        return [Rest(100, 1.0, resident, 400_000_000, 100_000, None, 1_000_000, 2_000_000) for resident in grown]
 
     assert not growth(rests(0))
     assert not growth(rests(1000))
