@@ -26,7 +26,7 @@ OUT = Path(os.environ.get("OUT_DIR", "/tmp/out/adapt"))
 MODEL = os.environ.get("MODEL", "base")
 TOLERANCE = float(os.environ.get("TOLERANCE", "0.5"))  # absolute, in per cent; 1.0 is what test may be worse
 SHARES = [float(each) for each in os.environ.get("SHARES", "0.4 0.55 0.7 0.85 1.0").split()]
-MORE = shlex.split(os.environ.get("EVALUATE_MORE", ""))
+MORE = shlex.split(os.environ.get("EVALUATE_MORE", "--batch-size 16"))  # beside others: little memory
 
 
 def say(*words):
