@@ -6,7 +6,7 @@ import os
 import re
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -193,6 +193,15 @@ class Recognizer:
                 prepare = partial(_settle_thread, self.device.torch, torch.get_num_threads())
                 self._live = Live(self.family, self._scheduler, detector, prepare)
             return self._live
+
+    def warm_up(self) -> None:
+        """Do now what would take long at first, so that no call has to wait for it; only before the first call.
+
+        It takes seconds on a GPU; elsewhere there is nothing to do.
+        """
+        if getattr(self.engine, "finds_words_apart", False):
+            with torch.cuda.device(self.device.torch) if self.device.backend != "cpu" else nullcontext():
+                self.engine.warm_up()
 
     def close(self) -> None:
         """Let go of the model and its memory. Calls that are not over fail with UsageError."""

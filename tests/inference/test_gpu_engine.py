@@ -15,6 +15,7 @@ from stapes.decoding.rules import Vocabulary
 from stapes.inference.engine import DecodeRequest, DecodeResult
 from stapes.inference.gpu_decoder import GpuDecoder
 from stapes.inference.gpu_encoder import GpuEncoder
+from stapes.inference.gpu_lane import GpuLane
 from stapes.inference.gpu_whisper import Encoding, GpuWhisperEngine
 from stapes.inference.quantized import QuantizedLinear, quantize
 from stapes.inference.torch_whisper import TorchWhisperEngine
@@ -183,3 +184,49 @@ def test_encodings_are_of_their_own_window() -> None:
 
 def _close(found: Tensor, truth: Tensor) -> None:
     torch.testing.assert_close(found, truth, rtol=1e-4, atol=1e-4)
+
+
+def test_warming_up_visits_all_buckets_and_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    visited: set[tuple[int, int, bool]] = set()
+    batches: list[int] = []
+    plain = GpuLane._advance
+
+    def noted(lane: GpuLane, rows: int, blank: Tensor) -> None:
+        visited.add((lane.group, rows // lane.group, lane._draws()))
+        plain(lane, rows, blank)
+
+    monkeypatch.setattr(GpuLane, "_advance", noted)
+    cold, warm = (make_engine(GpuWhisperEngine, make_model(), 6) for _ in range(2))
+    assert isinstance(warm, GpuWhisperEngine)
+    encode = warm._encode
+
+    def encoded(pcm: Tensor, lengths: list[int] | None) -> Tensor:
+        batches.append(len(pcm))
+        return encode(pcm, lengths)
+
+    monkeypatch.setattr(warm, "_encode", encoded)
+    warm.warm_up()
+    assert {(1, 1, False), (1, 4, False), (1, 6, False), (5, 1, True)} <= visited
+    assert set(batches) == {1, 2}
+    assert sorted(warm.free_rows) == list(range(6))
+    for count, options in ((2, {}), (1, {"temperature": 0.7, "best_of": 5})):
+        found = [write(each, noise(count), exact_tokens=12, **options) for each in (warm, cold)]
+        ours, theirs = ([(each.tokens, round(each.avg_logprob, 4)) for each in results] for results in found)
+        assert ours == theirs
+
+
+def test_alignments_ahead_are_those_of_now_though_their_slots_are_free() -> None:
+    engine = make_engine(GpuWhisperEngine, make_model())
+    assert isinstance(engine, GpuWhisperEngine)
+    request = DecodeRequest(prompt=(SOT, 92), sot_index=0, timestamps=False, suppressed=MARKERS, exact_tokens=3)
+    slots = engine.admit([request] * 2, engine.encode(noise(2)))
+    texts = [[7, 8, 9], [10, 11]]
+    now = engine.align(slots, [(SOT, 92)] * 2, texts)
+    ahead = engine.align_ahead(slots, [(SOT, 92)] * 2, texts)
+    for slot in slots:
+        engine.release(slot)
+    engine.admit([request], engine.encode(noise(3)[2:]))
+    for one, each in zip(now, ahead, strict=True):
+        with engine.aligned(each) as other:
+            torch.testing.assert_close(one.scores, other.scores, rtol=0, atol=0)
+            assert one.probabilities.tolist() == other.probabilities.tolist()

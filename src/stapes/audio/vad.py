@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from threading import Barrier
@@ -52,14 +53,30 @@ class SileroVad(nn.Module):
         self.lstm = nn.LSTM(HIDDEN, HIDDEN)
         self.final_conv = nn.Conv1d(HIDDEN, 1, 1)
 
+    @cached_property
+    def _flat(self) -> list[tuple[Tensor, Tensor]]:
+        """Weights of the last four convolutions, (outputs, taps × inputs), and their biases."""
+        convs = (self.conv1, self.conv2, self.conv3, self.conv4)
+        flat = [(conv.weight.transpose(1, 2).flatten(1).contiguous(), conv.bias) for conv in convs]
+        return [(weight, bias) for weight, bias in flat if bias is not None]
+
     def encode(self, frames: Tensor) -> Tensor:
-        """``(frames, 576)`` samples, context first → ``(frames, 128)``; every frame on its own."""
-        spectrum = self.stft_conv(F.pad(frames, (0, 64), "reflect").unsqueeze(1))
-        cosine, sine = spectrum.chunk(2, dim=1)
-        x = (cosine.square() + sine.square()).sqrt()
-        for conv in (self.conv1, self.conv2, self.conv3, self.conv4):
-            x = F.relu(conv(x))
-        return x.squeeze(-1)
+        """``(frames, 576)`` samples, context first → ``(frames, 128)``; every frame on its own.
+
+        A frame is so short that convolutions are products over its unfolded windows. PyTorch's own take two to three
+        times as long, and some milliseconds more for every number of frames that they have not seen before.
+        """
+        # All factors have two dimensions, which makes each a single product: (frames × 4, 256) to begin with.
+        windows = F.pad(frames, (0, 64), "reflect").unfold(1, 256, 128).reshape(-1, 256)
+        spectrum = F.linear(windows, self.stft_conv.weight.squeeze(1))
+        cosine, sine = spectrum.chunk(2, dim=-1)
+        x = (cosine.square() + sine.square()).sqrt().unflatten(0, (-1, 4))
+        for (weight, bias), stride in zip(self._flat, (1, 2, 2, 1), strict=True):
+            count, length, channels = x.shape
+            size = (count, (length - 1) // stride + 1, 3 * channels)
+            unfolded = F.pad(x, (0, 0, 1, 1)).as_strided(size, ((length + 2) * channels, stride * channels, 1))
+            x = F.relu(F.linear(unfolded.reshape(-1, 3 * channels), weight, bias)).unflatten(0, size[:2])
+        return x.squeeze(1)
 
     def forward(self, frames: Tensor, hidden: Tensor, cell: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Speech probabilities of consecutive frames.

@@ -13,6 +13,7 @@ Figures of a round, in seconds where not said otherwise, each as median (``_p50`
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -42,6 +43,7 @@ from stapes.inference.recording import Model
 from stapes.loading import load
 from stapes.options import Precision, TranscribeOptions, TurnOptions
 from stapes.recognizer import Recognizer
+from stapes.serving.settings import SWITCH_SECONDS
 
 _WARM_UP_SECONDS = 6.0
 _MOST_CLIPS = 256
@@ -151,6 +153,13 @@ class StreamBench:
         return found is not None and found <= self.settings.target
 
     def _open(self) -> Recognizer:
+        """As in the server's process: warm, and Python's threads in quick turns."""
+        sys.setswitchinterval(SWITCH_SECONDS)
+        recognizer = self._load()
+        recognizer.warm_up()
+        return recognizer
+
+    def _load(self) -> Recognizer:
         settings = self.settings
         if not settings.random:
             return load(

@@ -83,7 +83,7 @@ def dynamic_time_warping(costs: Sequence[NDArray[np.floating]]) -> list[tuple[ND
     float32 as there, so that the paths are the same. Raises ValueError for an empty matrix and for costs not finite.
 
     All matrices advance together, one anti-diagonal at a time: the cells of a diagonal depend on the two diagonals
-    before it only. The work is in about ten numpy calls a diagonal, whatever the number of matrices.
+    before it only. The work is in five numpy calls a diagonal, whatever the number of matrices.
     """
     if not costs:
         return []
@@ -105,36 +105,37 @@ def dynamic_time_warping(costs: Sequence[NDArray[np.floating]]) -> list[tuple[ND
             skewed[2:, b, 1:], cost.shape, (diagonal_stride + row_stride, diagonal_stride)
         )
         cells[...] = cost
-    total = np.full_like(skewed, np.inf)
-    total[0, :, 0] = 0
-    both = np.zeros(skewed.shape, dtype=bool)  # the path came here from (i - 1, j - 1)
-    down = np.zeros(skewed.shape, dtype=bool)  # … from (i - 1, j); otherwise from (i, j - 1)
-    least = np.empty((batch, rows - 1), dtype=np.float32)
-    for d in range(2, diagonals):
-        from_both, from_down, from_right = total[d - 2, :, :-1], total[d - 1, :, :-1], total[d - 1, :, 1:]
-        is_both, is_down, best = both[d, :, 1:], down[d, :, 1:], total[d, :, 1:]
-        np.less(from_both, np.minimum(from_down, from_right, out=least), out=is_both)
-        np.less(from_down, np.minimum(from_both, from_right, out=least), out=is_down)
+    skewed, total = skewed.reshape(diagonals, -1), np.full((diagonals, batch * rows), np.inf, dtype=np.float32)
+    total[0, ::rows] = 0
+    # One row of numbers for all matrices: what comes over from the matrix before meets an infinite border.
+    least, differ = np.empty(batch * rows - 1, dtype=np.float32), np.empty(batch * rows - 1, dtype=bool)
+    steps = zip(total[:-2, :-1], total[1:-1, :-1], total[1:-1, 1:], total[2:, 1:], skewed[2:, 1:], strict=True)
+    for from_both, from_down, from_right, best, cost in steps:
+        np.minimum(from_both, from_down, out=least)
+        np.not_equal(from_both, from_down, out=differ)
         # Not the minimum where the first two tie: openai/whisper then goes right, and so do we.
-        np.copyto(best, from_right)
-        np.copyto(best, from_both, where=is_both)
-        np.copyto(best, from_down, where=is_down)
-        best += skewed[d, :, 1:]
+        best[:] = from_right
+        np.minimum(least, from_right, out=best, where=differ)
+        best += cost
+    total = total.reshape(diagonals, batch, rows)
+    from_both, from_down, from_right = total[:-2, :, :-1], total[1:-1, :, :-1], total[1:-1, :, 1:]
+    both = from_both < np.minimum(from_down, from_right)  # the path came to (i, j) from (i - 1, j - 1)
+    down = from_down < np.minimum(from_both, from_right)  # … from (i - 1, j); otherwise from (i, j - 1)
     return [_backtrace(both[:, b], down[:, b], *cost.shape) for b, cost in enumerate(costs)]
 
 
 def _backtrace(
     both: NDArray[np.bool_], down: NDArray[np.bool_], i: int, j: int
 ) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-    """Follow the steps back from cell ``(i, j)``, counted from 1. ``both`` and ``down`` are ``[i + j, i]``."""
+    """Follow the steps back from cell ``(i, j)``, counted from 1. ``both`` and ``down`` are ``[i + j - 2, i - 1]``."""
     rows: list[int] = []
     columns: list[int] = []
     while i > 0 and j > 0:
         rows.append(i - 1)
         columns.append(j - 1)
-        if both[i + j, i]:
+        if both[i + j - 2, i - 1]:
             i, j = i - 1, j - 1
-        elif down[i + j, i]:
+        elif down[i + j - 2, i - 1]:
             i -= 1
         else:
             j -= 1

@@ -15,6 +15,7 @@ import unicodedata
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from difflib import SequenceMatcher
+from functools import lru_cache
 
 from stapes.transcript import Word
 
@@ -25,6 +26,7 @@ _BAND = 12
 """Words by which a hypothesis may be ahead of the committed words, or behind them."""
 
 
+@lru_cache(maxsize=4096)  # the same words come again with every hypothesis
 def spoken(word: str) -> str:
     """What is compared of a word: its letters and digits, without case, marks of punctuation and spaces."""
     folded = unicodedata.normalize("NFKC", word).casefold()

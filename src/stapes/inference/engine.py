@@ -7,6 +7,7 @@ step. The scheduler never asks what is behind it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -154,4 +155,28 @@ class SerialEngine(Protocol):
 
     def step(self, count: int, *, urgent: bool = False) -> None:
         """`Engine.step`; urgent: in slots of urgent requests alone."""
+        ...
+
+
+class AsyncEngine(Protocol):
+    """What an engine has beside where the device works while the host does something else."""
+
+    @property
+    def finds_words_apart(self) -> bool:
+        """Whether it is one indeed."""
+        ...
+
+    def align_ahead(
+        self, slots: Sequence[Any], prompts: Sequence[Sequence[int]], texts: Sequence[Sequence[int]]
+    ) -> list[Any]:
+        """`Engine.align` that does not wait for the device; the slots may be released at once."""
+        ...
+
+    def aligned(self, ahead: Any) -> AbstractContextManager[Alignment]:
+        """One of what `align_ahead` gave, once it is there. May be called in another thread: while the block lasts, its
+        work waits for nothing that the device was told later."""
+        ...
+
+    def warm_up(self) -> None:
+        """Do once whatever takes long the first time. Only while no slot is taken; nothing stays in any."""
         ...

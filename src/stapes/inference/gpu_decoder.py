@@ -161,6 +161,7 @@ class GpuDecoder:
             self.layers.append(_Layer(layer))
             decoder.layers[index] = nn.Identity()
         self._programs = _programs(self.device)
+        self._heads: dict[tuple[int, ...], Tensor] = {}
 
     def new_memory(self, rows: int, quantized: bool) -> list[Memory]:
         """Room for the encoder's states of ``rows`` windows."""
@@ -283,12 +284,19 @@ class GpuDecoder:
         return add_norm(stream, parts, bias, norm, self.dtype)
 
     def _scores(self, query: Tensor, place: Memory, rows: Tensor, heads: list[int]) -> Tensor:
-        at = rows.long()[:, None], torch.tensor(heads, device=self.device)
+        at = rows.long()[:, None], self._indices(heads)
         keys = place.keys[at].float()
         if place.scales is not None:
             keys *= place.scales[0][at][:, :, None]
-        queries = query[:, :, heads].transpose(1, 2).float()
+        queries = query[:, :, at[1]].transpose(1, 2).float()
         return queries @ keys.transpose(-1, -2) / math.sqrt(query.shape[-1])
+
+    def _indices(self, heads: list[int]) -> Tensor:
+        """Kept on the device: it would be waited for when they are sent."""
+        key = tuple(heads)
+        if key not in self._heads:
+            self._heads[key] = torch.tensor(heads, device=self.device)
+        return self._heads[key]
 
     def _splits(self, windows: int) -> int:
         """Programs to share one window's states among, so that all of the GPU reads."""

@@ -176,6 +176,24 @@ class GpuLane(Lane):
             count = len(self.slots) * self.group
             self._choose(self.logits[:count], 0, blank)
 
+    def warm_up(self, blank: Tensor, *, sampled: bool) -> None:
+        """Record the steps of all buckets, of windows whose tokens are drawn or not; nothing may be in any slot."""
+        self._sampled = sampled
+        for windows in sorted({min(size, self.rows) for size in _BUCKETS}):
+            graph = self._graph(windows * self.group, blank)
+            if graph is None:
+                self._try(windows * self.group, blank)
+            else:
+                graph.replay()  # its first run fetches what it needs
+        self._sampled = False
+
+    def _try(self, rows: int, blank: Tensor) -> None:
+        """A step that is undone: it would write a token."""
+        kept = [(each, each[:rows].clone()) for each in self._row_tensors()]
+        self._advance(rows, blank)
+        for each, before in kept:
+            each[:rows] = before
+
     def _advance(self, rows: int, blank: Tensor) -> None:
         """A step of the first ``rows`` rows, without a look by the host."""
         live = self.live[:rows]
@@ -227,14 +245,11 @@ class GpuLane(Lane):
         return self._graphs[key]
 
     def _capture(self, rows: int, blank: Tensor) -> torch.cuda.CUDAGraph:
-        """Record a step. A first run, which compiles kernels, is undone: it would write a token."""
-        kept = [(each, each[:rows].clone()) for each in self._row_tensors()]
+        """Record a step, after a first run, which compiles kernels."""
         stream = torch.cuda.Stream(self.device, priority=-1)
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
-            self._advance(rows, blank)
-            for each, before in kept:
-                each[:rows] = before
+            self._try(rows, blank)
         torch.cuda.current_stream(self.device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._graph_pool, stream=stream, capture_error_mode="thread_local"):

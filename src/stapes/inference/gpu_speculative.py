@@ -181,6 +181,9 @@ class GpuSpeculativeEngine(SpeculativeWhisperEngine, GpuWhisperEngine):
             )
             lane.greet(slots)
 
+    def warm_up(self) -> None:
+        """Nothing: a draft model is for few windows at once, whose kernels are few."""
+
     def clear(self) -> None:
         """Let go of all caches, and of the graphs that use them."""
         super().clear()

@@ -8,8 +8,9 @@ short recording is not kept.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -17,13 +18,15 @@ import torch
 from torch import Tensor
 
 from stapes.audio.features import WINDOW_SAMPLES, log_mel_spectrogram, pad_windows
+from stapes.decoding.align import alignment_cost
 from stapes.devices.rocm import graphs_agree
-from stapes.inference.engine import DecodeRequest, DecodeResult
+from stapes.inference.engine import Alignment, DecodeRequest, DecodeResult
 from stapes.inference.gpu_decoder import GpuDecoder, Memory
 from stapes.inference.gpu_encoder import GpuEncoder
 from stapes.inference.gpu_lane import GpuLane, upload
 from stapes.inference.lanes import Slot
 from stapes.inference.torch_whisper import TorchWhisperEngine
+from stapes.options import TranscribeOptions
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +37,11 @@ _STAGES = 3
 """Batches of samples that may be on their way to the device at once."""
 
 
+_GROUPS = (1, 2, 4, 8, 16, 32)
+_PROMPTS = (3, 20, 50, 100, 200)
+"""Windows that enter slots together, and lengths of prompts of a single one, for which kernels are compiled."""
+
+
 @dataclass(frozen=True)
 class Encoding:
     """The encoder's states (1500, width) of a window; ``ready`` once the device has come so far."""
@@ -42,15 +50,24 @@ class Encoding:
     ready: torch.cuda.Event | None
 
 
+@dataclass(frozen=True)
+class _Ahead:
+    """Scores and probabilities of an alignment, ``ready`` once the device has come so far."""
+
+    scores: Tensor
+    probabilities: Tensor
+    ready: torch.cuda.Event | None
+
+
 class GpuWhisperEngine(TorchWhisperEngine):
-    """Implements ``engine.Engine``. It also runs on the CPU, without graphs and kernels, for tests.
+    """Implements ``engine.Engine`` and ``AsyncEngine``. It also runs on the CPU, without graphs and kernels, for tests.
 
     Made of the same parts as its parent. quantize_memory: keep keys and values of the encoder's states in 8 bits. fp8:
     the 8-bit floats that the encoder's products are computed in, None for those of the weights.
     """
 
     steps_per_look = 4
-    enqueues = True
+    enqueues = finds_words_apart = True
 
     def __init__(
         self, *parts: Any, quantize_memory: bool = False, fp8: torch.dtype | None = None, **named_parts: Any
@@ -67,6 +84,7 @@ class GpuWhisperEngine(TorchWhisperEngine):
         # has nothing to be written meanwhile, and would pay for memory that streams do not share.
         side = self.device.type == "cuda" and self.slots > 1
         self._encoder_stream = torch.cuda.Stream(self.device) if side else None
+        self._words_stream = torch.cuda.Stream(self.device, priority=-1) if self.device.type == "cuda" else None
 
     def _prepare(self) -> None:
         self.encoder = GpuEncoder(self.model.encoder, self._fp8)
@@ -223,6 +241,31 @@ class GpuWhisperEngine(TorchWhisperEngine):
                 out += lane.harvest(look)
         return out
 
+    @torch.inference_mode()
+    def align_ahead(
+        self, slots: Sequence[Slot], prompts: Sequence[Sequence[int]], texts: Sequence[Sequence[int]]
+    ) -> list[_Ahead]:
+        """Read texts again behind their prompts, without waiting for the device."""
+        found, ready = self._read_again(slots, prompts, texts), None
+        if self._words_stream is not None:
+            ready = torch.cuda.Event()
+            ready.record()
+        return [_Ahead(scores, probabilities, ready) for scores, probabilities in found]
+
+    @contextmanager
+    def aligned(self, ahead: _Ahead) -> Iterator[Alignment]:
+        """An alignment, in a stream of its own: `align_ahead`."""
+        stream = self._words_stream
+        with torch.inference_mode(), torch.cuda.stream(stream):  # does nothing for None
+            if stream is not None and ahead.ready is not None:
+                stream.wait_event(ahead.ready)
+                ahead.scores.record_stream(stream)
+                ahead.probabilities.record_stream(stream)
+            yield Alignment(ahead.scores, ahead.probabilities.cpu().numpy())
+
+    def _upload(self, numbers: np.ndarray) -> Tensor:
+        return upload(numbers, self.device)
+
     def _gpu_lanes(self) -> list[GpuLane]:
         return [lane for lane in self.lanes.values() if isinstance(lane, GpuLane)]
 
@@ -247,6 +290,53 @@ class GpuWhisperEngine(TorchWhisperEngine):
         assert isinstance(slot.lane, GpuLane)
         self.free_rows.append(slot.lane.host_memory[slot.row])
         slot.lane.release(slot)
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Compile kernels and record steps for all numbers of windows, with and without drawn tokens.
+
+        How a kernel is compiled depends on the rows that it works on, in powers of two; so do PyTorch's own. No sound
+        is needed: silence of any length takes as long.
+        """
+        silence = np.zeros(WINDOW_SAMPLES, dtype=np.float32)
+        for size in range(2, self.encoder_batch + 1):
+            self.encode([silence] * size)
+        (encoded,) = self.encode([silence], again=True)
+        (encoded,) = self.encode([silence])
+        self.detect_language([encoded])
+        greedy = DecodeRequest(prompt=(self.sot,), sot_index=0, timestamps=False, exact_tokens=1)
+        drawn = replace(greedy, temperature=1.0, best_of=TranscribeOptions().best_of, key=(0,))
+        self._warm_up_lane(greedy, encoded)
+        try:
+            self._warm_up_lane(drawn, encoded)
+        except torch.OutOfMemoryError:  # nor is there room for it later, unless few windows are at work
+            lane = self._lane(greedy)
+            for kind in [kind for kind, each in self.lanes.items() if each is not lane]:
+                del self.lanes[kind]
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            torch.cuda.empty_cache()
+
+    def _warm_up_lane(self, request: DecodeRequest, encoded: Encoding) -> None:
+        lane, longest = self._lane(request), self.model.config.text_context // 2
+        lane.warm_up(self.blank, sampled=request.temperature > 0)
+        most = min(lane.rows, len(self._rows()), 2 * self.encoder_batch)
+        for windows, length in [*((1, length) for length in _PROMPTS), *((size, 4) for size in _GROUPS)]:
+            if windows <= most:
+                self._try([replace(request, prompt=(self.sot,) * min(length, longest))] * windows, encoded)
+
+    def _try(self, requests: Sequence[DecodeRequest], encoded: Encoding) -> None:
+        """Take windows in, look for the words that they do not have, and let go of them."""
+        slots = self.admit(requests, [encoded] * len(requests))
+        text = [0] * len(requests[0].prompt)
+        try:
+            self.step(1)
+            for ahead in self.align_ahead(slots, [[self.sot]] * len(slots), [text] * len(slots)):
+                with self.aligned(ahead) as alignment:
+                    alignment_cost(alignment.scores, WINDOW_SAMPLES // 160).cpu()
+        finally:
+            for slot in slots:
+                self.release(slot)
 
     def clear(self) -> None:
         """Let go of all caches, and of the graphs that use them."""

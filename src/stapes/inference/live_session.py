@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -100,7 +101,9 @@ class Session:
         pcm = np.asarray(pcm, dtype=np.float32)
         if pcm.ndim != 1:
             raise UsageError(f"a session takes one channel of samples, not an array of shape {pcm.shape}")
-        pcm = np.nan_to_num(pcm, copy=True, nan=0.0, posinf=1.0, neginf=-1.0)
+        # A copy, with numbers only; whether there are others, one product tells.
+        sound = math.isfinite(np.dot(pcm, pcm))
+        pcm = pcm.copy() if sound else np.nan_to_num(pcm, copy=True, nan=0.0, posinf=1.0, neginf=-1.0)
         with self.changed:
             self._check()
             self._put(self._resampler.feed(pcm))

@@ -32,8 +32,8 @@ is heard for good does not depend on how busy the engine was."""
 
 _TRAILING = round(_EARLY_SILENCE * SAMPLE_RATE)
 
-_WORTH_CUTTING = 4 * SAMPLE_RATE
-"""Samples that are not needed any more and stand in one array with others: so many are cut off."""
+_ROOM = 4 * SAMPLE_RATE
+"""Samples for which there is room in a new array, beside as many as it holds."""
 
 _SHORTEST = 0.6
 _SHORTEST_UNKNOWN = 1.5
@@ -106,30 +106,32 @@ class _Part:
 
 
 class _Sound:
-    """The end of the session's sound that is still needed."""
+    """The end of the session's sound that is still needed, in one array. What stands in it is never overwritten."""
 
     def __init__(self) -> None:
         self.offset = 0
-        self._chunks: deque[np.ndarray] = deque()
+        self._data = np.empty(0, np.float32)
+        self._begin = self._end = 0  # of what is needed, in the array
 
     def append(self, pcm: np.ndarray) -> None:
-        self._chunks.append(pcm)
+        if self._end + len(pcm) > len(self._data):
+            kept = self._data[self._begin : self._end]
+            self._data = np.empty(2 * len(kept) + len(pcm) + _ROOM, np.float32)
+            self._data[: len(kept)] = kept
+            self._begin, self._end = 0, len(kept)
+        self._data[self._end : self._end + len(pcm)] = pcm
+        self._end += len(pcm)
 
     def slice(self, start: int, end: int) -> np.ndarray:
-        """A copy of the samples from ``start`` to ``end`` of the session's clock."""
-        if len(self._chunks) > 1:
-            self._chunks = deque([np.concatenate(self._chunks)])
-        if not self._chunks:
-            return np.zeros(0, np.float32)
-        return self._chunks[0][max(0, start - self.offset) : max(0, end - self.offset)].copy()
+        """The samples from ``start`` to ``end`` of the session's clock."""
+        begin = self._begin - self.offset
+        return self._data[max(self._begin, begin + start) : min(self._end, max(self._begin, begin + end))]
 
     def forget(self, sample: int) -> None:
         """Drop what comes before ``sample``."""
-        while self._chunks and self.offset + len(self._chunks[0]) <= sample:
-            self.offset += len(self._chunks.popleft())
-        if self._chunks and sample - self.offset > _WORTH_CUTTING:
-            self._chunks[0] = self._chunks[0][sample - self.offset :].copy()
-            self.offset = sample
+        gone = min(max(0, sample - self.offset), self._end - self._begin)
+        self.offset += gone
+        self._begin += gone
 
 
 class LiveStream:

@@ -266,6 +266,7 @@ class WhisperVoice:
         self._language = options.language
         self._known = options.language is not None
         self._votes: list[dict[str, float]] = []
+        self._before: tuple[str, list[int]] = "", []  # what was told last, and its tokens
         step = options.temperature_increment_on_fallback
         plain = TranscribeOptions().temperature_increment_on_fallback
         final = replace(
@@ -301,7 +302,9 @@ class WhisperVoice:
 
     def window(self, stretch: Stretch, deliver: Deliver) -> FeedWindow:
         feed = self.final if stretch.is_final else self.quick
-        before = self.model.tokenizer.encode(stretch.before)[-_PROMPT_TOKENS:] if stretch.before else []
+        if stretch.before != self._before[0]:
+            self._before = stretch.before, self.model.tokenizer.encode(stretch.before)[-_PROMPT_TOKENS:]
+        before = self._before[1]
         packed = PackedWindow((Piece(stretch.start, stretch.start + len(stretch.pcm)),), stretch.peak)
         prompt = feed.prompt_tokens(before, initial=stretch.is_first)
         return _WhisperWindow(feed, packed, stretch.pcm, prompt, deliver=deliver, stretch=stretch)

@@ -11,10 +11,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar, cast
 
-from stapes.inference.engine import Engine, SerialEngine
+from stapes.inference.engine import AsyncEngine, Engine, SerialEngine
 from stapes.inference.feed import FeedWindow
 from stapes.inference.queues import Queue, Queues
 from stapes.inference.requests import Request, Task
+from stapes.inference.words import Draft, WordFinder
 
 Result = TypeVar("Result")
 
@@ -47,6 +48,8 @@ class Mixer:
         self._stuck = 0
         self._enqueues: bool = engine.enqueues
         self._is_serial: bool = getattr(engine, "is_serial", False)
+        apart = getattr(engine, "finds_words_apart", False)
+        self.words = WordFinder(cast("AsyncEngine", engine)) if apart else None
 
     @property
     def requests(self) -> list[Request]:
@@ -96,6 +99,7 @@ class Mixer:
             worked |= bool(self.slots) and self._step()
         if self.slots:
             self._harvest()
+        worked |= self._complete_found()
         self._deliver()
         self._check_stuck(worked)
         return worked
@@ -143,6 +147,8 @@ class Mixer:
     def _stage(self, queue: Queue) -> None:
         """Take the windows that could be encoded next, a batch at most."""
         batch = self.engine.encoder_batch
+        if queue is self.queues.bulk and self.words is not None and self.words.is_behind:
+            return
         while self.queues.wants_more(queue) and len(queue.staged) < batch and self.queues.waiting(queue) < batch:
             task = self.queues.take(queue, batch)
             if task is None:
@@ -335,30 +341,59 @@ class Mixer:
                 ready.append((slot, task, draft))
             else:
                 wanted.append((slot, task, draft, *words))
-        ready += self._add_words(wanted)
-        for slot, task, draft in ready:
-            if task.owner.ended:
-                continue
-            self._free(slot)
-            try:
-                task.window.recording.complete(task.window, draft)
-            except Exception as error:
-                self._lose(task, error)
-            else:
-                task.owner.tasks.discard(task)
+        for slot, task, draft in [*ready, *self._add_words(wanted)]:
+            if not task.owner.ended:
+                self._free(slot)
+                self._complete(task, draft)
         for request in touched:
             self._report(request)
 
+    def _complete(self, task: Task, draft: Any) -> None:
+        """A window is done."""
+        try:
+            task.window.recording.complete(task.window, draft)
+        except Exception as error:
+            self._lose(task, error)
+        else:
+            task.owner.tasks.discard(task)
+
+    def _complete_found(self) -> bool:
+        """Complete the windows whose words were found apart; whether there were any."""
+        found = self.words.take() if self.words is not None else []
+        touched: dict[Request, None] = {}
+        for each, error in found:
+            task = each.task
+            if task.owner.ended:
+                continue
+            touched[task.owner] = None
+            if error is None:
+                self._complete(task, each.draft)
+            else:
+                self._lose(task, error)
+        for request in touched:
+            self._report(request)
+        return bool(found)
+
     def _add_words(self, wanted: Sequence[tuple[Any, Task, Any, Any, Any]]) -> list[tuple[Any, Task, Any]]:
-        """Give drafts their words; those that got them."""
+        """Give drafts their words; those that got them at once."""
         if not wanted:
             return []
+        slots, prompts, texts = [each[0] for each in wanted], [each[3] for each in wanted], [each[4] for each in wanted]
         try:
-            alignments = self.engine.align([w[0] for w in wanted], [w[3] for w in wanted], [w[4] for w in wanted])
+            if self.words is None:
+                alignments = self.engine.align(slots, prompts, texts)
+            else:
+                alignments = cast("AsyncEngine", self.engine).align_ahead(slots, prompts, texts)
         except Exception as error:
             if len(wanted) > 1:
                 return [found for each in wanted if not each[1].owner.ended for found in self._add_words([each])]
             self.drop(wanted[0][1].owner, error)
+            return []
+        if self.words is not None:
+            for slot in slots:
+                self._free(slot)
+            found = zip(wanted, alignments, strict=True)
+            self.words.find([Draft(task, draft, prompt, ahead) for (_, task, draft, prompt, _), ahead in found])
             return []
         ready = []
         for (slot, task, draft, prompt, _), alignment in zip(wanted, alignments, strict=True):

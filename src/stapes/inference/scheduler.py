@@ -46,6 +46,8 @@ class Scheduler:
         self._thread: threading.Thread | None = None
         self._closing = False
         self._bell = Bell()
+        if self._mixer.words is not None:
+            self._mixer.words.found = self._bell.ring
         _schedulers.add(self)
 
     def run(

@@ -219,6 +219,13 @@ class TorchWhisperEngine:
         self, slots: Sequence[Slot], prompts: Sequence[Sequence[int]], texts: Sequence[Sequence[int]]
     ) -> list[Alignment]:
         """Read texts again behind their prompts, all at once, and keep the scores of the heads that follow speech."""
+        found = self._read_again(slots, prompts, texts)
+        return [Alignment(scores, chosen.cpu().numpy()) for scores, chosen in found]
+
+    def _read_again(
+        self, slots: Sequence[Slot], prompts: Sequence[Sequence[int]], texts: Sequence[Sequence[int]]
+    ) -> list[tuple[Tensor, Tensor]]:
+        """The scores and the probabilities of alignments, on the device."""
         if not slots:
             return []
         sequences = [[*prompt, *text, self.vocabulary.end] for prompt, text in zip(prompts, texts, strict=True)]
@@ -229,9 +236,12 @@ class TorchWhisperEngine:
             # The state at the token before predicts a token.
             first, count = len(prompt) - 1, len(prompt) + len(text) + 1
             logits = self._align_logits(states[i, first : count - 2])[:, : self.vocabulary.end]
-            chosen = logits.softmax(dim=-1).gather(1, torch.tensor(list(text), device=self.device)[:, None])[:, 0]
-            out.append(Alignment(scores[i, :, :count].float(), chosen.cpu().numpy()))
+            chosen = logits.softmax(dim=-1).gather(1, self._upload(np.array(text, dtype=np.int64))[:, None])[:, 0]
+            out.append((scores[i, :, :count].float(), chosen))
         return out
+
+    def _upload(self, numbers: np.ndarray) -> Tensor:
+        return torch.from_numpy(numbers).to(self.device)
 
     def _align_rows(self, slots: Sequence[Slot], sequences: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor | None]:
         """Read sequences in the windows of slots: the decoder's states, and the scores of the alignment heads."""

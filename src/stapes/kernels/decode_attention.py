@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from stapes.kernels.jit import is_interpreted, kernel, launch_or
+from stapes.kernels.jit import counting, is_interpreted, kernel, launch_or
 from stapes.kernels.overlap import follow, overlap
 from stapes.kernels.targets import CompileCase, Target, target_of
 
@@ -27,7 +27,7 @@ _QUERIES = 16
 _TRITON = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int8: "int8"}
 
 
-@kernel
+@counting("queries")
 def _cross_attention(
     q_ptr,
     k_ptr,
@@ -123,7 +123,7 @@ def _cross_attention(
         tl.store(partial_ptr + place + HEAD + 1, total, mask=asked)
 
 
-@kernel
+@counting("queries")
 def _combine_splits(
     partial_ptr,
     out_ptr,

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from stapes.kernels.jit import is_interpreted, kernel, launch_or
+from stapes.kernels.jit import counting, is_interpreted, launch_or
 from stapes.kernels.overlap import follow, overlap
 from stapes.kernels.targets import CompileCase, Target, target_of
 
@@ -31,7 +31,7 @@ class Norm:
     eps: float = 1e-5
 
 
-@kernel
+@counting("rows")
 def _linear(
     x_ptr,
     w_ptr,
@@ -72,7 +72,7 @@ def _linear(
     tl.store(y_ptr + place, acc.to(y_ptr.dtype.element_ty), mask=here[:, None] & there[None, :])
 
 
-@kernel
+@counting("rows")
 def _add_norm(
     residual_ptr,
     parts_ptr,

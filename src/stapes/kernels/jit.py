@@ -17,7 +17,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from types import FunctionType
 from typing import Any, TypeVar
@@ -35,8 +35,8 @@ refusals: dict[tuple[str, str], str] = {}
 class Kernel:
     """A Triton function before Triton is imported. ``kernel[grid](…)`` launches it, as ``triton.jit``'s does."""
 
-    def __init__(self, function: FunctionType) -> None:
-        self.function = function
+    def __init__(self, function: FunctionType, counts: Sequence[str] = ()) -> None:
+        self.function, self.counts = function, counts
         self.__name__ = function.__name__
         self.__doc__ = function.__doc__
 
@@ -48,7 +48,7 @@ class Kernel:
 
         scope = self.function.__globals__
         scope["triton"], scope["tl"] = triton, triton.language
-        jit = triton.jit(self.function)
+        jit = triton.jit(do_not_specialize=list(self.counts))(self.function)
         # Triton looks names up in the kernel's module, and calls only functions of its own kind: the kernels that this
         # one calls, in its file or imported into it, become Triton's there too.
         used = self.function.__code__.co_names
@@ -68,6 +68,12 @@ class Kernel:
 def kernel(function: Any) -> Kernel:
     """``triton.jit``, put off until the kernel is used."""
     return Kernel(function)
+
+
+def counting(*names: str) -> Callable[[Any], Kernel]:
+    """`kernel`, compiled once for all values of these integers. Triton otherwise compiles anew where one is 1 or a
+    multiple of 16, which is lost time where they count what happens to be at work."""
+    return lambda function: Kernel(function, names)
 
 
 def is_interpreted() -> bool:

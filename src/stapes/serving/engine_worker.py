@@ -30,7 +30,7 @@ from stapes.errors import CancelledError, StapesError, UsageError
 from stapes.options import TranscribeOptions
 from stapes.progress import Cancellation
 from stapes.recognizer import Recognizer
-from stapes.serving.settings import USUAL_BATCH
+from stapes.serving.settings import SWITCH_SECONDS, USUAL_BATCH
 from stapes.serving.watched import Gate, Meter, MeteredEngine
 from stapes.serving.wire import Message, Wire
 
@@ -102,7 +102,10 @@ class Models:
         try:
             with loaded.lock:
                 if loaded.recognizer is None:
-                    loaded.recognizer = metered(self._load(name, self._settings), self._meter)
+                    recognizer = self._load(name, self._settings)
+                    recognizer.warm_up()
+                    _settle()
+                    loaded.recognizer = metered(recognizer, self._meter)
             yield loaded.recognizer
         finally:
             with self._lock:
@@ -145,7 +148,14 @@ class Models:
             assert recognizer is not None
             recognizer.close()
         if gone:
-            gc.collect()
+            gc.unfreeze()
+            _settle()
+
+
+def _settle() -> None:
+    """What is there now will stay: the garbage collector, which holds up all threads, need not look at it again."""
+    gc.collect()
+    gc.freeze()
 
 
 def load_model(name: str, settings: dict[str, Any]) -> Recognizer:
@@ -264,6 +274,7 @@ def main(load: Load = load_model, make_gate: MakeGate = Gate) -> None:
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the web process decides when to end
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    sys.setswitchinterval(SWITCH_SECONDS)
     wire = Wire(socket.socket(fileno=int(sys.argv[1])))
     first = wire.receive()
     if first is None:

@@ -17,7 +17,7 @@ def run(call: WorkerCall, recognizer: Recognizer, message: dict[str, Any]) -> No
 
     message: ``options`` and ``turns`` by name; ``format`` and ``rate`` of the sound. Takes ``audio`` (bytes),
     ``commit``, ``clear`` and ``turns``. Sends ``event`` (`event_to_dict`), and ``heard`` with the bytes that were
-    taken so far: whoever sends faster than they are heard is to wait. Raises StapesError.
+    taken so far, about once a second: whoever sends faster than they are heard is to wait. Raises StapesError.
     """
 
     def tell(event: Event) -> None:
@@ -27,7 +27,7 @@ def run(call: WorkerCall, recognizer: Recognizer, message: dict[str, Any]) -> No
     session = recognizer.stream(
         TranscribeOptions(**message["options"]), turns=TurnOptions(**message["turns"]), on_event=tell
     )
-    heard = 0
+    heard = told = 0
     with call.cancellation.calling(session.close), session:
         while (received := call.receive()) is not None:
             what, data = received
@@ -35,7 +35,9 @@ def run(call: WorkerCall, recognizer: Recognizer, message: dict[str, Any]) -> No
                 case "audio":
                     session.feed(decoder.feed(data))
                     heard += len(data)
-                    call.send({"type": "heard", "bytes": heard})
+                    if heard - told >= message["rate"]:
+                        told = heard
+                        call.send({"type": "heard", "bytes": heard})
                 case "commit":
                     session.commit()
                 case "clear":

@@ -12,6 +12,10 @@ from typing import Any
 from stapes.errors import UsageError
 from stapes.options import Precision
 
+SWITCH_SECONDS = 0.0005
+"""How long a thread may keep others from running Python. The one that drives a GPU lets them at every operation, and
+with Python's own 5 ms would not have it back in time where others find speech or read messages."""
+
 USUAL_BATCH = 16
 """Windows decoded together on a GPU where nothing else is said."""
 
