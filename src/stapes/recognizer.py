@@ -6,7 +6,7 @@ import os
 import re
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import closing, nullcontext
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -200,8 +200,8 @@ class Recognizer:
         It takes seconds on a GPU; elsewhere there is nothing to do.
         """
         if getattr(self.engine, "finds_words_apart", False):
-            with torch.cuda.device(self.device.torch) if self.device.backend != "cpu" else nullcontext():
-                self.engine.warm_up()
+            prepare = partial(_settle_thread, self.device.torch, torch.get_num_threads())
+            self._scheduler.do(self.engine.warm_up, prepare)
 
     def close(self) -> None:
         """Let go of the model and its memory. Calls that are not over fail with UsageError."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import random
 import signal
@@ -66,6 +67,44 @@ def test_an_idle_recogniser_has_no_thread(monkeypatch: pytest.MonkeyPatch) -> No
         assert eventually(lambda: not drivers())
     engine: Any = recognizer.engine
     assert threading.get_ident() not in engine.threads
+
+
+class StayingEngine(FakeEngine):
+    keeps_thread = True
+
+
+def test_an_engine_keeps_its_thread_until_it_is_closed_or_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    recognizer = fake_recognizer(monkeypatch, StayingEngine())
+    engine: Any = recognizer.engine
+    scheduler = recognizer._scheduler
+    where: list[int] = []
+    scheduler.do(lambda: where.append(threading.get_ident()))
+    for _ in range(3):
+        assert recognizer.transcribe(tone(20), **OPTIONS).text
+    assert engine.threads == set(where)
+    assert len(drivers()) == 1
+    began = time.perf_counter()
+    recognizer.close()
+    assert time.perf_counter() - began < 1.0
+    assert eventually(lambda: not drivers())
+    assert recognizer.transcribe(tone(20), **OPTIONS).text  # may be used again
+    assert len(drivers()) == 1
+    del recognizer, scheduler, engine
+    assert eventually(lambda: gc.collect() >= 0 and not drivers())
+
+
+def test_what_the_driving_thread_is_to_do_fails_for_whoever_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler = fake_recognizer(monkeypatch, StayingEngine())._scheduler
+
+    def broken() -> None:
+        raise RuntimeError("broken")
+
+    with pytest.raises(RuntimeError, match="broken"):
+        scheduler.do(broken)
+    assert scheduler.close()
+    with pytest.raises(RuntimeError, match="broken"):
+        scheduler.do(lambda: None, prepare=broken)
+    assert scheduler.close()
 
 
 def test_a_clip_passes_a_batch_of_recordings(monkeypatch: pytest.MonkeyPatch) -> None:

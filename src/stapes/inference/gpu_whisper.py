@@ -86,6 +86,12 @@ class GpuWhisperEngine(TorchWhisperEngine):
         self._encoder_stream = torch.cuda.Stream(self.device) if side else None
         self._words_stream = torch.cuda.Stream(self.device, priority=-1) if self.device.type == "cuda" else None
 
+    @property
+    def keeps_thread(self) -> bool:
+        """cuDNN's plans for attention are kept for each thread, and making one takes some 100 ms and MBs that are not
+        given back: a thread for each call would pay that each time."""
+        return self.device.type == "cuda"
+
     def _prepare(self) -> None:
         self.encoder = GpuEncoder(self.model.encoder, self._fp8)
         self.decoder = GpuDecoder(self.model.decoder, self.model.config)

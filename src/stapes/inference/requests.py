@@ -197,7 +197,7 @@ class Bell:
                 self._rings.get_nowait()
         self._rung = False  # in this order: a ring in between is covered by the look that follows
 
-    def wait(self, seconds: float) -> None:
-        """Sleep until it rings, for so long at most."""
+    def wait(self, seconds: float | None) -> None:
+        """Sleep until it rings, for so long at most; None: for ever."""
         with suppress(queue.Empty):
             self._rings.get(timeout=seconds)
