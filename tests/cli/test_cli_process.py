@@ -116,15 +116,13 @@ def test_a_terminal_gets_a_bar_in_audio_seconds_and_the_cursor_back(tmp_path: Pa
 
 
 def test_help_is_quick_and_needs_no_model_code() -> None:
-    command = [sys.executable, "-X", "importtime", "-m", "stapes", "transcribe", "--help"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-    imported = {line.rpartition("|")[2].strip() for line in result.stderr.splitlines()}
-    assert not {"torch", "numpy", "av", "transformers"} & imported
+    for words in (["--help"], ["transcribe", "--help"]):
+        command = [sys.executable, "-X", "importtime", "-m", "stapes", *words]
+        result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+        imported = {line.rpartition("|")[2].strip() for line in result.stderr.splitlines()}
+        assert not {"torch", "numpy", "av", "transformers"} & imported
+        assert (
+            len(imported) < 550
+        )  # some 410, which half a second is enough for; counted, for clocks are not to be trusted
     for said in ("--word-timestamps", "Language spoken", "stapes transcribe video.mp4 -f srt", "--max-line-width"):
         assert said in result.stdout
-    times = []
-    for _ in range(3):
-        begun = time.perf_counter()
-        subprocess.run([sys.executable, "-m", "stapes", "--help"], capture_output=True, timeout=60, check=True)
-        times.append(time.perf_counter() - begun)
-    assert min(times) < 0.6
