@@ -174,6 +174,10 @@ def test_closing_the_generator_releases_slots_and_ends_threads() -> None:
     engine = FakeEngine(rows=3, steps=lambda pcm, request: 2 if pcm[0] < 0.2 else 10_000)
     jobs = iter(Run([tone(20, level) for level in (0.1, 0.3, 0.4, 0.5, 0.6, 0.7)] * 5, engine))
     next(jobs)
+    # The first may have been read, and done, before the others came.
+    deadline = time.monotonic() + 10
+    while not engine.active and time.monotonic() < deadline:
+        time.sleep(0.001)
     assert engine.active
     jobs.close()  # type: ignore[attr-defined]
     assert not engine.active
