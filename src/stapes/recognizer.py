@@ -190,8 +190,7 @@ class Recognizer:
         detector = self._speech_detector()
         with self._lock:
             if self._live is None:
-                prepare = partial(_settle_thread, self.device.torch, torch.get_num_threads())
-                self._live = Live(self.family, self._scheduler, detector, prepare)
+                self._live = Live(self.family, self._scheduler, detector, self._prepare())
             return self._live
 
     def warm_up(self) -> None:
@@ -200,8 +199,7 @@ class Recognizer:
         It takes seconds on a GPU; elsewhere there is nothing to do.
         """
         if getattr(self.engine, "finds_words_apart", False):
-            prepare = partial(_settle_thread, self.device.torch, torch.get_num_threads())
-            self._scheduler.do(self.engine.warm_up, prepare)
+            self._scheduler.do(self.engine.warm_up, self._prepare())
 
     def close(self) -> None:
         """Let go of the model and its memory. Calls that are not over fail with UsageError."""
@@ -247,9 +245,7 @@ class Recognizer:
             ahead=2 * (options.batch_size or self._slots) + workers,
             replays=self.family.replays,
         )
-        # The thread that drives the engine is to work as this one would.
-        prepare = partial(_settle_thread, self.device.torch, torch.get_num_threads())
-        with closing(self._scheduler.run(ingest, priority, options.batch_size, prepare, cancellation)) as jobs:
+        with closing(self._scheduler.run(ingest, priority, options.batch_size, self._prepare(), cancellation)) as jobs:
             for job in jobs:
                 progress.advance(job.duration - job.reported)
                 progress.add_total(job.duration - job.estimate)
@@ -257,6 +253,10 @@ class Recognizer:
                 if follower is not None:
                     follower.finish(transcript.segments)
                 yield transcript
+
+    def _prepare(self) -> Callable[[], None]:
+        """What the thread that drives the engine does first: it is to work as this one would."""
+        return partial(_settle_thread, self.device.torch, torch.get_num_threads())
 
     def _speech_detector(self) -> VoiceActivityDetector:
         with self._lock:

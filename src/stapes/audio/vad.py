@@ -54,11 +54,10 @@ class SileroVad(nn.Module):
         self.final_conv = nn.Conv1d(HIDDEN, 1, 1)
 
     @cached_property
-    def _flat(self) -> list[tuple[Tensor, Tensor]]:
-        """Weights of the last four convolutions, (outputs, taps × inputs), and their biases."""
+    def _flat(self) -> list[tuple[Tensor, Tensor | None, int]]:
+        """Weights of the last four convolutions, (outputs, taps × inputs), their biases and strides."""
         convs = (self.conv1, self.conv2, self.conv3, self.conv4)
-        flat = [(conv.weight.transpose(1, 2).flatten(1).contiguous(), conv.bias) for conv in convs]
-        return [(weight, bias) for weight, bias in flat if bias is not None]
+        return [(conv.weight.transpose(1, 2).flatten(1).contiguous(), conv.bias, conv.stride[0]) for conv in convs]
 
     def encode(self, frames: Tensor) -> Tensor:
         """``(frames, 576)`` samples, context first → ``(frames, 128)``; every frame on its own.
@@ -71,7 +70,7 @@ class SileroVad(nn.Module):
         spectrum = F.linear(windows, self.stft_conv.weight.squeeze(1))
         cosine, sine = spectrum.chunk(2, dim=-1)
         x = (cosine.square() + sine.square()).sqrt().unflatten(0, (-1, 4))
-        for (weight, bias), stride in zip(self._flat, (1, 2, 2, 1), strict=True):
+        for weight, bias, stride in self._flat:
             count, length, channels = x.shape
             size = (count, (length - 1) // stride + 1, 3 * channels)
             unfolded = F.pad(x, (0, 0, 1, 1)).as_strided(size, ((length + 2) * channels, stride * channels, 1))
