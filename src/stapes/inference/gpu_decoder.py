@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from stapes.inference.gpu_attention import attend_causally
 from stapes.inference.quantized import NormedQuantized
 from stapes.kernels.decode_attention import cross_attention, self_attention
 from stapes.kernels.decoder_linear import Norm, add_norm, linear, linear_parts
@@ -254,8 +255,7 @@ class GpuDecoder:
             if cache is not None and cells is not None:
                 cache[index][0][cells, :, :count] = key
                 cache[index][1][cells, :, :count] = value
-            attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-            attended = attended.transpose(1, 2).reshape(batch * count, -1)
+            attended = attend_causally(query, key, value).transpose(1, 2).reshape(batch * count, -1)
             normed = self._add(stream, *layer.out.parts(attended), layer.cross_norm)
             query = layer.cross_query(normed)
             if heads and (wanted := heads.get(index)):

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from stapes.inference.gpu_attention import attend
 from stapes.inference.lacking_norm import LackingNorm
 from stapes.inference.quantized import Fp8Linear, QuantizedEncoderLayer
 from stapes.kernels.fp8_rows import round_rows
@@ -212,12 +213,6 @@ def merge(attention: Attention) -> tuple[Tensor, Tensor]:
     query, value = attention.query, attention.value
     bias = torch.cat([query.bias, torch.zeros_like(query.bias), value.bias])
     return torch.cat([query.weight, attention.key.weight, value.weight]), bias
-
-
-def attend(qkv: Tensor, batch: int, heads: int) -> Tensor:
-    """Self-attention without a mask: (batch × frames, 3 × width) → (batch × frames, width)."""
-    query, key, value = qkv.view(batch, len(qkv) // batch, 3, heads, -1).permute(2, 0, 3, 1, 4)
-    return F.scaled_dot_product_attention(query, key, value).transpose(1, 2).reshape(len(qkv), -1)
 
 
 def _flat(weight: Tensor) -> Tensor:

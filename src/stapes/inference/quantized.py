@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from stapes.devices.backend import Device, fp8_dtype, usable_dtypes
 from stapes.errors import UsageError
+from stapes.inference.gpu_attention import attend
 from stapes.kernels import quantization
 from stapes.kernels.fp8_weights import Fp8Weight, dequantize_fp8
 from stapes.kernels.quantization import GROUPS, Quantized, quantize_int4, quantize_int8
@@ -157,9 +158,7 @@ class QuantizedEncoderLayer:
 
     def __call__(self, x: Tensor, batch: int, heads: int) -> None:
         """x (batch × frames, width)."""
-        query, key, value = self.qkv(x).view(batch, -1, 3, heads, x.shape[1] // heads).permute(2, 0, 3, 1, 4)
-        attended = F.scaled_dot_product_attention(query, key, value).transpose(1, 2).reshape_as(x)
-        self.out(attended, residual=x)
+        self.out(attend(self.qkv(x), batch, heads), residual=x)
         self.down(self.up(x, gelu=True), residual=x)
 
 

@@ -7,10 +7,12 @@ from typing import Any
 
 import numpy as np
 from torch import Tensor
+from torch.nn.attention import sdpa_kernel
 
 from stapes.audio.features import HOP
 from stapes.checkpoints.spectrogram_models import SpectrogramCheckpoint
 from stapes.inference.ctc_model import OneLanguage
+from stapes.inference.gpu_attention import WITHOUT_PLANS
 from stapes.inference.spectrograms import log_mel_rows
 from stapes.models.ctc_head import CTC, WhisperEncoderConfig
 from stapes.models.hybrid import Hybrid
@@ -73,6 +75,7 @@ class SpectrogramCTC(SpectrogramModel):
         super().__init__(checkpoint, network)
         self._head = network.head
 
+    @sdpa_kernel(WITHOUT_PLANS)
     def __call__(
         self, waveform: Tensor, lengths: Tensor, measured: Sequence[Any] | None = None
     ) -> tuple[Tensor, Tensor]:

@@ -15,11 +15,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import sdpa_kernel
 
 from stapes.checkpoints.spectrogram_models import SpectrogramCheckpoint
 from stapes.decoding.ctc_align import align
 from stapes.decoding.joint import joint_search
 from stapes.errors import ModelError
+from stapes.inference.gpu_attention import WITHOUT_PLANS
 from stapes.inference.spectrogram_ctc import SpectrogramModel
 from stapes.models.ctc_loss import frames_needed
 from stapes.models.hybrid import Hybrid, state_mask
@@ -43,6 +45,7 @@ class TorchHybrid(SpectrogramModel):
             raise ModelError(f"{checkpoint.path} has no start and end token, which its decoder needs: copy it again")
         self.start, self.end = vocabulary[start], vocabulary[end]
 
+    @sdpa_kernel(WITHOUT_PLANS)
     def __call__(
         self, waveform: Tensor, lengths: Tensor, measured: Sequence[Any] | None = None
     ) -> tuple[Tensor, Tensor]:
