@@ -4,25 +4,26 @@ A filter of the mel scale covers a short run of frequencies, so the kernel works
 only the frequencies that they cover: the spectrum is read once (blocks share at most two frequencies), and of the
 products with the filters' zeros most are never computed.
 
-On NVIDIA's GPUs one warp computes all filters of 16 frames: what a lane loads is already what it multiplies, so there
-is no shared memory, no barrier and no wait but for memory itself. Which filters a piece of the spectrum meets is known
-to the compiler. Elsewhere that order of work spills registers (RDNA) or is nothing special (CDNA).
+On NVIDIA's GPUs the first pass is one of `stapes.kernels.log_mel_lanes`. Elsewhere that order of work spills registers
+(RDNA) or is nothing special (CDNA).
 
 The normalisation needs the loudest bin of a whole window before any value of it is final. The first pass writes values
-that are final but for the floor, 8 below the loudest in log10, and the least and greatest of each tile; the second pass
-reads only the tiles that have something under the floor and writes only what is.
+that are final but for the floor, 8 below the loudest in log10, and the least and greatest power of each tile; the
+second pass reads only the tiles that have something under the floor and writes only what is. Where all of a tile is, as
+in the silence behind speech, it reads nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from stapes.kernels.jit import is_interpreted, kernel
+from stapes.kernels.log_mel_lanes import PIECE, by_lanes, log_mel_lanes, log_mel_pairs, normalised, parts_used
 from stapes.kernels.targets import CompileCase, Target, target_of
 
 if TYPE_CHECKING:
@@ -46,10 +47,10 @@ class Tile:
     frequencies: int
     warps: int
     way: str
-    """``fp32``: as it is. ``bf16x3``: three products of bf16 halves, 2^-16 relative. ``lanes``: so too, by
-    `_log_mel_lanes`, which takes one warp and 16 filters by 16 frequencies."""
+    """``fp32``: as it is. ``bf16x3``: three products of bf16 halves, 2^-16 relative. ``lanes``, ``pairs``: so too, by
+    `log_mel_lanes` (16 frames) or `log_mel_pairs` (32), which take one warp and 16 filters by 16 frequencies."""
     stages: int = 2
-    """Of a pipeline; of ``lanes``: pieces that are loaded ahead."""
+    """Of a pipeline; of ``lanes`` and ``pairs``: pieces of 16 frames that are loaded ahead."""
 
 
 # fp32 is exact where matrix instructions take it (CDNA) and on plain cores (RDNA 2); elsewhere three products of parts.
@@ -58,12 +59,13 @@ TILES: Mapping[str, Tile] = {
     "rdna2": Tile(32, 16, 16, 4, "fp32"),
     "rdna3": Tile(32, 32, 16, 4, "bf16x3"),
     "rdna4": Tile(32, 32, 16, 4, "bf16x3"),
-    "cuda": Tile(16, 16, 16, 1, "lanes", 4),
+    "cuda": Tile(32, 16, 16, 1, "pairs", 4),
 }
 CANDIDATES = (
+    Tile(32, 16, 16, 1, "pairs", 2),
+    Tile(32, 16, 16, 1, "pairs", 6),
     Tile(16, 16, 16, 1, "lanes", 2),
-    Tile(16, 16, 16, 1, "lanes", 8),
-    Tile(32, 16, 16, 1, "lanes", 2),
+    Tile(16, 16, 16, 1, "lanes", 4),
     Tile(64, 32, 16, 4, "bf16x3", 3),
     Tile(64, 32, 32, 4, "bf16x3", 2),
     Tile(128, 32, 32, 8, "bf16x3", 2),
@@ -79,50 +81,65 @@ class Filters:
     filters: Tensor
     """(bins, frequencies) float32, for the reference."""
     high: Tensor
-    """(frequencies, bins), zeros behind; float32, or rounded to bf16. For ``lanes`` as `_by_lanes` lays it out."""
+    """(frequencies, bins), zeros behind; float32, or rounded to bf16. For ``lanes`` and ``pairs`` as `by_lanes` lays it
+    out; ``pairs`` have that twice: from frequency 0 on, and from 1 on."""
     low: Tensor
     """What rounding took off; empty where nothing is rounded."""
     ranges: Tensor
     """(blocks of filters, 2) int32: the first frequency that they cover, and how many blocks of frequencies."""
     used: int
-    """Bit piece × blocks + block: whether that block of filters covers any of that piece of the frequencies."""
+    """Of ``lanes`` and ``pairs``, as `parts_used` says: which blocks of filters cover any of which piece."""
+    ends: int
+    """Likewise: the last of those pieces of each block."""
     tile: Tile
 
 
 def prepare_filters(filters: Tensor, device: torch.device, tile: Tile | None = None) -> Filters:
     """Lay (bins, frequencies) filters out for a device; ``tile`` in place of the one that suits its architecture."""
     tile = tile or tile_for(device)
-    bins, frequencies = filters.shape
-    blocks = -(-bins // tile.filters)
-    pieces = -(-frequencies // tile.frequencies)
-    padded = torch.zeros((pieces + 1) * tile.frequencies, blocks * tile.filters)
-    padded[:frequencies, :bins] = filters.cpu().T
-    ranges = torch.zeros(blocks, 2, dtype=torch.int32)
+    filters = filters.cpu()
+    if tile.way == "pairs" and not (filters.shape[1] % 2 and filters.shape[1] > 2 * PIECE and _spares_ends(filters)):
+        tile = replace(tile, frames=16, way="lanes", stages=min(2, tile.stages))
+    padded = _padded(filters, tile)
+    ranges = torch.zeros(padded.shape[1] // tile.filters, 2, dtype=torch.int32)
     for block, columns in enumerate(padded.split(tile.filters, dim=1)):
         covered = columns.any(dim=1).nonzero()
         if len(covered):
             ranges[block, 0] = covered[0]
             ranges[block, 1] = -(-(covered[-1] + 1 - covered[0]) // tile.frequencies)
-    used = 0
-    for piece, rows in enumerate(padded.split(tile.frequencies)):
-        for block, part in enumerate(rows.split(tile.filters, dim=1)):
-            used |= int(part.any()) << (piece * blocks + block)
+    used = ends = 0
     high, low = padded, torch.empty(0)
     if tile.way != "fp32":
-        high = padded.bfloat16()
-        low = (padded - high.float()).bfloat16()
+        high, low = _halves(padded)
     if tile.way == "lanes":
-        high, low = _by_lanes(high, low), torch.empty(0)
-    return Filters(filters.to(device), high.to(device), low.to(device), ranges.to(device), used, tile)
+        used, ends = parts_used(padded)
+        high, low = by_lanes(high, low, pairs=False), torch.empty(0)
+    if tile.way == "pairs":
+        layouts = [_padded(part, tile)[:-PIECE] for part in (filters[:, :-1], filters[:, 1:])]
+        used, ends = parts_used(layouts[0].abs() + layouts[1].abs())
+        high, low = torch.cat([by_lanes(*_halves(layout), pairs=True) for layout in layouts]), torch.empty(0)
+    return Filters(filters.to(device), high.to(device), low.to(device), ranges.to(device), used, ends, tile)
 
 
-def _by_lanes(high: Tensor, low: Tensor) -> Tensor:
-    """(frequencies, filters) halves → (piece, block, half, 32 lanes, 8), as the lanes of a warp multiply them.
+def _spares_ends(filters: Tensor) -> bool:
+    """Whether the first and the last frequency have no weight, as in Whisper's filters."""
+    return not filters[:, [0, -1]].any()
 
-    Frequency 8 c1 + 4 c0 + t of a piece and filter 8 n + g of a block lie in lane 4 g + t, at 4 n + 2 c1 + c0.
-    """
-    laid = torch.stack([high, low]).view(2, -1, 2, 2, 4, high.shape[1] // 16, 2, 8)
-    return laid.permute(1, 5, 0, 7, 4, 6, 2, 3).contiguous()
+
+def _padded(filters: Tensor, tile: Tile) -> Tensor:
+    """(bins, frequencies) → (frequencies, bins), both filled up with zeros; of frequencies a block more."""
+    bins, frequencies = filters.shape
+    padded = torch.zeros(
+        (-(-frequencies // tile.frequencies) + 1) * tile.frequencies, -(-bins // tile.filters) * tile.filters
+    )
+    padded[:frequencies, :bins] = filters.T
+    return padded
+
+
+def _halves(values: Tensor) -> tuple[Tensor, Tensor]:
+    """float32 → two of bf16 whose sum it nearly is."""
+    high = values.bfloat16()
+    return high, (values - high.float()).bfloat16()
 
 
 def tile_for(device: torch.device) -> Tile:
@@ -136,15 +153,18 @@ def launch_log_mel(spectrum: Tensor, filters: Filters) -> Tensor:
     windows, frequencies, frames = spectrum.shape
     bins = filters.filters.shape[0]
     tile = filters.tile
-    if spectrum.stride(1) != 1:
+    is_by_pairs = tile.way == "pairs"
+    if is_by_pairs and frames < 2:
+        return log_mel_reference(spectrum, filters.filters)
+    if spectrum.stride(1) != 1 or (is_by_pairs and spectrum.stride(2) % 2 == 0):
         spectrum = spectrum.transpose(1, 2).contiguous().transpose(1, 2)
     # A complex number is loaded as one number of 64 bits: neighbours of a warp then read neighbouring bytes.
     pairs = torch.view_as_real(spectrum).view(torch.int64)
     tiles = -(-frames // tile.frames)
     out = torch.empty(windows, bins, frames, device=spectrum.device)
-    extremes = torch.empty(2, windows, tiles, device=spectrum.device)
-    if tile.way == "lanes":
-        _log_mel_lanes[(tiles, windows)](
+    if tile.way in ("lanes", "pairs"):
+        extremes = torch.empty(2, windows, tiles, len(filters.ranges), device=spectrum.device)
+        (log_mel_pairs if is_by_pairs else log_mel_lanes)[(tiles, windows)](
             pairs,
             filters.high,
             out,
@@ -154,12 +174,13 @@ def launch_log_mel(spectrum: Tensor, filters: Filters) -> Tensor:
             bins,
             pairs.stride(0),
             pairs.stride(2),
-            num_warps=tile.warps,
             WIDEN=is_interpreted(),
-            **_lanes_constants(filters, frequencies),
+            **lanes_constants(filters, frequencies, frames),
+            num_warps=1,
         )
         launch_floor(out, extremes, tile.frames)
         return out
+    extremes = torch.empty(2, windows, tiles, 1, device=spectrum.device)
     _log_mel[(tiles, windows)](
         pairs,
         filters.high,
@@ -186,15 +207,19 @@ def launch_log_mel(spectrum: Tensor, filters: Filters) -> Tensor:
     return out
 
 
-def _lanes_constants(filters: Filters, frequencies: int) -> dict[str, int]:
+def lanes_constants(filters: Filters, frequencies: int, frames: int) -> dict[str, int | bool]:
+    """Of `log_mel_lanes` and `log_mel_pairs`."""
+    bins, tile = filters.filters.shape[0], filters.tile
+    read = frequencies - (tile.way == "pairs")
     return {
-        "FREQUENCIES": frequencies,
-        "PIECES": -(-frequencies // 16),
+        "FREQUENCIES": read,
+        "PIECES": -(-read // PIECE),
         "BLOCKS": len(filters.ranges),
         "USED": filters.used,
-        "GROUPS": filters.tile.frames // 16,
-        # Of more filters the sums take the registers of half the warps: each then has twice as much on its way.
-        "AHEAD": filters.tile.stages * (1 if len(filters.ranges) <= 5 else 2),
+        "ENDS": filters.ends,
+        "AHEAD": tile.stages,
+        "EVEN": frames % 2 == 0,
+        "WHOLE": bins % PIECE == 0,
     }
 
 
@@ -203,10 +228,11 @@ def launch_floor(out: Tensor, extremes: Tensor, tile_frames: int) -> None:
 
     Args:
         out: (windows, bins, frames), normalised otherwise.
-        extremes: (2, windows, tiles): least and greatest value of the ``tile_frames`` frames of each tile.
+        extremes: (2, windows, tiles, blocks of 16 bins, or 1): least and greatest power, 1e-10 at least, of the
+            ``tile_frames`` frames of each tile.
     """
     windows, bins, frames = out.shape
-    tiles = extremes.shape[-1]
+    _, _, tiles, blocks = extremes.shape
     joined = max(1, 32 // tile_frames)
     _floor[(-(-tiles // joined), windows)](
         out,
@@ -215,12 +241,21 @@ def launch_floor(out: Tensor, extremes: Tensor, tile_frames: int) -> None:
         frames,
         bins,
         tiles,
-        FRAMES=tile_frames,
-        JOINED=joined,
-        ROWS=32,
-        TILES=max(16, 1 << (tiles - 1).bit_length()),
+        **_floor_constants(tile_frames, tiles, blocks, bins),
         num_warps=4,
     )
+
+
+def _floor_constants(tile_frames: int, tiles: int, blocks: int, bins: int) -> dict[str, int]:
+    rows = 32 if blocks == 1 else PIECE
+    return {
+        "FRAMES": tile_frames,
+        "JOINED": max(1, 32 // tile_frames),
+        "BLOCKS": blocks,
+        "FILTERS": -(-bins // rows) * rows if blocks == 1 else PIECE,
+        "ROWS": rows,
+        "EVERY": max(16, 1 << (tiles * blocks - 1).bit_length()),
+    }
 
 
 @kernel
@@ -239,7 +274,7 @@ def _log_mel(
     column = tl.arange(0, FILTERS)
     # Of filters that are none, too: nothing is less than theirs, and then the second pass looks once more than it must.
     least = tl.full((FRAMES, FILTERS), float("inf"), tl.float32)
-    greatest = tl.full((FRAMES, FILTERS), float("-inf"), tl.float32)
+    greatest = tl.full((FRAMES, FILTERS), 1e-10, tl.float32)
     for block in tl.static_range(BLOCKS):  # pyright: ignore[reportGeneralTypeIssues]
         m = block * FILTERS + column
         first, parts = tl.load(ranges_ptr + 2 * block), tl.load(ranges_ptr + 2 * block + 1)
@@ -251,9 +286,8 @@ def _log_mel(
             imaginary = (pair >> 32).to(tl.int32).to(tl.float32, bitcast=True)
             row = f[:, None] * (BLOCKS * FILTERS) + m[None, :]
             mel = _add_product(real * real + imaginary * imaginary, high_ptr + row, low_ptr + row, mel, WAY, WIDEN)
-        mel = _normalised(mel)
-        tl.store(out_rows + m[None, :] * frames, mel, mask=(t < frames)[:, None] & (m < bins)[None, :])
-        least, greatest = tl.minimum(least, mel), tl.maximum(greatest, mel)
+        tl.store(out_rows + m[None, :] * frames, normalised(mel), mask=(t < frames)[:, None] & (m < bins)[None, :])
+        least, greatest = tl.minimum(least, tl.maximum(mel, 1e-10)), tl.maximum(greatest, mel)
     tl.store(least_ptr + window * tl.num_programs(0) + tile, tl.min(least))
     tl.store(greatest_ptr + window * tl.num_programs(0) + tile, tl.max(greatest))
 
@@ -278,144 +312,46 @@ def _add_product(power, high_ptr, low_ptr, sums, WAY: tl.constexpr, WIDEN: tl.co
 
 
 @kernel
-def _normalised(mel):
-    """(log10 + 4) / 4 of at least 1e-10.
-
-    The logarithm is a polynomial on √½ … √2, off by 2.4e-6 at most before it is scaled by 0.075: the libraries' is
-    exact to the last bit and takes twice as many instructions, more than all the rest of this kernel.
-    """
-    bits = tl.maximum(mel, 1e-10).to(tl.int32, bitcast=True)
-    exponent = (bits - 0x3F3504F3) >> 23  # of two; the bits of √½ are taken off
-    y = (bits - (exponent << 23)).to(tl.float32, bitcast=True) - 1.0
-    log = y * -0.20557973 + 0.32204625
-    log = log * y - 0.36765245
-    log = log * y + 0.47934067
-    log = log * y - 0.721125
-    log = log * y + 1.4427147
-    return (log * y + exponent.to(tl.float32)) * (0.30102999566398120 / 4) + 1.0
-
-
-@kernel
 def _floor(
     out_ptr, least_ptr, greatest_ptr, frames, bins, tiles,
-    FRAMES: tl.constexpr, JOINED: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr,
+    FRAMES: tl.constexpr, JOINED: tl.constexpr, BLOCKS: tl.constexpr, FILTERS: tl.constexpr, ROWS: tl.constexpr,
+    EVERY: tl.constexpr,
 ):  # fmt: skip
-    """JOINED tiles: what is under the floor of the window is raised to it."""
+    """JOINED tiles: what is under the floor of the window is raised to it. EVERY: at least tiles × BLOCKS."""
     # Backwards: what the first pass wrote last is still in the cache.
     chunk, window = tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1)
-    every = tl.arange(0, TILES)
-    greatest = tl.load(greatest_ptr + window * tiles + every, mask=every < tiles, other=float("-inf"))
     mine = chunk * JOINED + tl.arange(0, JOINED)
-    least = tl.load(least_ptr + window * tiles + mine, mask=mine < tiles, other=float("inf"))
-    floor = tl.max(greatest) - 2.0  # 8 in log10
-    if tl.min(least) < floor:
-        t = chunk * (JOINED * FRAMES) + tl.arange(0, JOINED * FRAMES)
-        rows_ptr = out_ptr + window.to(tl.int64) * bins * frames + t[None, :]
-        for first in range(0, bins, ROWS):
-            m = first + tl.arange(0, ROWS)
-            at = rows_ptr + m[:, None] * frames
-            value = tl.load(at, mask=(m < bins)[:, None] & (t < frames)[None, :], other=float("inf"))
-            tl.store(at, tl.zeros_like(value) + floor, mask=value < floor)
-
-
-@kernel
-def _log_mel_lanes(
-    spectrum_ptr, filters_ptr, out_ptr, least_ptr, greatest_ptr, frames, bins, stride_window, stride_frame,
-    FREQUENCIES: tl.constexpr, PIECES: tl.constexpr, BLOCKS: tl.constexpr, USED: tl.constexpr,
-    GROUPS: tl.constexpr, AHEAD: tl.constexpr, WIDEN: tl.constexpr,
-):  # fmt: skip
-    """All filters of 16 GROUPS frames by one warp, final but for the floor.
-
-    The instruction that multiplies 16 × 16 by 16 × 8 wants from lane 4 g + t the rows g and g + 8 and of the columns
-    2 t, 2 t + 1, 2 t + 8 and 2 t + 9. Which frequency is which column is free, so those are t, t + 4, t + 8 and t + 12,
-    and each load of a warp is of 8 rows by 4 neighbours: no number changes lanes. Triton sees that by itself.
-    """
-    tile, window = tl.program_id(0), tl.program_id(1)
-    q = tl.arange(0, 64 * GROUPS)[:, None]  # (group, h, c1, c0, g)
-    row = tile * (16 * GROUPS) + q // 32 * 8 + q % 8
-    rows = spectrum_ptr + window.to(tl.int64) * stride_window + tl.minimum(row, frames - 1) * stride_frame
-    offset = q // 8 % 4 * 4 + tl.arange(0, 4)[None, :]
-    sums = ()
-    for _ in tl.static_range(BLOCKS):  # pyright: ignore[reportGeneralTypeIssues]
-        sums = sums + (tl.zeros((16 * GROUPS, 16), tl.float32),)  # noqa: RUF005  (Triton unpacks no stars)
-    loaded = ()
-    for piece in tl.static_range(AHEAD):  # pyright: ignore[reportGeneralTypeIssues]
-        loaded = loaded + (_piece(rows, offset, 16 * piece, FREQUENCIES),)  # noqa: RUF005
-    for piece in tl.static_range(PIECES):  # pyright: ignore[reportGeneralTypeIssues]
-        first = loaded[0]  # pyright: ignore[reportGeneralTypeIssues]
-        pair = first.reshape(GROUPS, 2, 2, 2, 8, 4).permute(0, 1, 4, 2, 5, 3).reshape(16 * GROUPS, 16)
-        loaded = loaded[1:]
-        if piece + AHEAD < PIECES:
-            loaded = loaded + (_piece(rows, offset, 16 * (piece + AHEAD), FREQUENCIES),)  # noqa: RUF005
-        real = pair.to(tl.int32).to(tl.float32, bitcast=True)
-        imaginary = (pair >> 32).to(tl.int32).to(tl.float32, bitcast=True)
-        power = real * real + imaginary * imaginary
-        # Cut, not rounded: a conversion that rounds is slow, and the lower half takes whatever is left.
-        bits = power.to(tl.int32, bitcast=True)
-        high = (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
-        low = (power - (bits & -65536).to(tl.float32, bitcast=True)).to(tl.bfloat16)
-        next_sums = ()
-        for block in tl.static_range(BLOCKS):  # pyright: ignore[reportGeneralTypeIssues]
-            sum = sums[block]
-            if (USED >> (piece * BLOCKS + block)) & 1:
-                sum = _add_part(high, low, filters_ptr + (piece * BLOCKS + block) * 512, sum, WIDEN)
-            next_sums = next_sums + (sum,)  # noqa: RUF005
-        sums = next_sums
-    t = tile * (16 * GROUPS) + tl.arange(0, 16 * GROUPS)
-    out_rows = out_ptr + window.to(tl.int64) * bins * frames + t[:, None]
-    least = tl.full((16 * GROUPS, 16), float("inf"), tl.float32)
-    greatest = tl.full((16 * GROUPS, 16), float("-inf"), tl.float32)
+    extremes = (window * tiles + mine) * BLOCKS
+    least, greatest = (), ()
     for block in tl.static_range(BLOCKS):  # pyright: ignore[reportGeneralTypeIssues]
-        m = block * 16 + tl.arange(0, 16)
-        mel = _normalised(sums[block])
-        tl.store(out_rows + m[None, :] * frames, mel, mask=(t < frames)[:, None] & (m < bins)[None, :])
-        least, greatest = tl.minimum(least, mel), tl.maximum(greatest, mel)
-    tl.store(least_ptr + window * tl.num_programs(0) + tile, tl.min(least))
-    tl.store(greatest_ptr + window * tl.num_programs(0) + tile, tl.max(greatest))
-
-
-@kernel
-def _piece(rows, offset, FIRST: tl.constexpr, FREQUENCIES: tl.constexpr):
-    """((group, h, c1, c0, g), t) complex numbers of the 16 frequencies from FIRST on; none behind the last."""
-    if FIRST + 16 <= FREQUENCIES:
-        return tl.load(rows + (offset + FIRST))
-    else:  # noqa: RET505  (Triton compiles only the branch that is taken)
-        return tl.load(rows + (offset + FIRST), mask=offset + FIRST < FREQUENCIES, other=0)
-
-
-@kernel
-def _add_part(high, low, filters_ptr, sums, WIDEN: tl.constexpr):
-    """``sums`` + power @ 16 filters of 16 frequencies, whose halves lie one behind the other."""
-    filters_high, filters_low = _lanes_of(filters_ptr), _lanes_of(filters_ptr + 256)
-    if WIDEN:
-        filters_high, filters_low = filters_high.to(tl.float32), filters_low.to(tl.float32)
-        high, low = high.to(tl.float32), low.to(tl.float32)
-    sums = tl.dot(low, filters_high, sums)
-    sums = tl.dot(high, filters_low, sums)
-    return tl.dot(high, filters_high, sums)
-
-
-@kernel
-def _lanes_of(filters_ptr):
-    """What `_by_lanes` laid out → (c1, t, c0), (n, g), of which no lane gives anything away."""
-    value = tl.load(filters_ptr + tl.arange(0, 32)[:, None] * 8 + tl.arange(0, 8)[None, :])
-    return value.reshape(8, 4, 2, 2, 2).permute(3, 1, 4, 2, 0).reshape(16, 16)
+        parts = tl.load(least_ptr + extremes + block, mask=mine < tiles, other=float("inf"))
+        least = least + (tl.min(parts),)  # noqa: RUF005  (Triton unpacks no stars)
+        parts = tl.load(greatest_ptr + extremes + block, mask=mine < tiles, other=0.0)
+        greatest = greatest + (tl.max(parts),)  # noqa: RUF005
+    every = tl.arange(0, EVERY)
+    all = tl.load(greatest_ptr + window * tiles * BLOCKS + every, mask=every < tiles * BLOCKS, other=0.0)
+    floor = normalised(tl.max(all)) - 2.0  # 8 in log10
+    t = chunk * (JOINED * FRAMES) + tl.arange(0, JOINED * FRAMES)
+    rows_ptr = out_ptr + window.to(tl.int64) * bins * frames + t[None, :]
+    for block in tl.static_range(BLOCKS):  # pyright: ignore[reportGeneralTypeIssues]
+        if normalised(least[block]) < floor:  # pyright: ignore[reportGeneralTypeIssues]
+            # Where nothing reaches the floor, nothing need be read.
+            read = tl.where(normalised(greatest[block]) < floor, 0, bins)  # pyright: ignore[reportGeneralTypeIssues]
+            for first in range(block * FILTERS, block * FILTERS + FILTERS, ROWS):
+                m = first + tl.arange(0, ROWS)
+                at = rows_ptr + m[:, None] * frames
+                value = tl.load(at, mask=(m < read)[:, None] & (t < frames)[None, :], other=float("-inf"))
+                inside = (m < bins)[:, None] & (t < frames)[None, :]
+                tl.store(at, tl.zeros_like(value) + floor, mask=inside & (value < floor))
 
 
 def compile_cases(target: Target) -> list[CompileCase]:
-    """Both numbers of bins, and the floor."""
+    """Both numbers of bins, and their floor."""
     tile = TILES[target.family]
-    floor = CompileCase(
-        "log_mel floor",
-        "fp32",
-        _floor,
-        {"out_ptr": "*fp32", "least_ptr": "*fp32", "greatest_ptr": "*fp32"}
-        | dict.fromkeys(("frames", "bins", "tiles"), "i32"),
-        {"FRAMES": tile.frames, "JOINED": max(1, 32 // tile.frames), "ROWS": 32, "TILES": 256},
-        warps=4,
-    )
-    if tile.way == "lanes":
-        return [*_lanes_cases(tile), floor]
+    if tile.way in ("lanes", "pairs"):
+        return [
+            case for bins in (80, 128) for case in (*_lanes_cases(bins), _floor_case(tile, bins, blocks=bins // 16))
+        ]
     filters = "*fp32" if tile.way == "fp32" else "*bf16"
     pointers = {"spectrum_ptr": "*i64", "high_ptr": filters, "low_ptr": filters, "ranges_ptr": "*i32"}
     pointers |= {"out_ptr": "*fp32", "least_ptr": "*fp32", "greatest_ptr": "*fp32"}
@@ -441,29 +377,41 @@ def compile_cases(target: Target) -> list[CompileCase]:
         )
         for bins in (80, 128)
     ]
-    return [*cases, floor]
+    return [*cases, _floor_case(tile, 80, blocks=1)]
 
 
-def _lanes_cases(tile: Tile) -> list[CompileCase]:
+def _floor_case(tile: Tile, bins: int, blocks: int) -> CompileCase:
+    return CompileCase(
+        "log_mel floor" if blocks == 1 else f"log_mel floor {bins}",
+        "fp32",
+        _floor,
+        {"out_ptr": "*fp32", "least_ptr": "*fp32", "greatest_ptr": "*fp32"}
+        | dict.fromkeys(("frames", "bins", "tiles"), "i32"),
+        _floor_constants(tile.frames, -(-3000 // tile.frames), blocks, bins),
+        warps=4,
+    )
+
+
+def _lanes_cases(bins: int) -> list[CompileCase]:
     """Filters of Whisper's shape: each bin covers its share of the 201 frequencies and some of its neighbours'."""
     pointers = {"spectrum_ptr": "*i64", "filters_ptr": "*bf16"}
     pointers |= {"out_ptr": "*fp32", "least_ptr": "*fp32", "greatest_ptr": "*fp32"}
     numbers = dict.fromkeys(("frames", "bins", "stride_window", "stride_frame"), "i32")
+    centre = torch.arange(1, bins + 1)[:, None] * (200 / (bins + 1))
+    shape = ((torch.arange(201)[None, :] - centre).abs() < 4).float()
+    shape[:, [0, -1]] = 0
     cases = []
-    for bins in (80, 128):
-        centre = torch.arange(bins)[:, None] * (200 / bins)
-        shape = ((torch.arange(201)[None, :] - centre).abs() < 4).float()
+    for tile in (TILES["cuda"], Tile(16, 16, 16, 1, "lanes", 2)):
         filters = prepare_filters(shape, torch.device("cpu"), tile)
-        constants = {**_lanes_constants(filters, 201), "WIDEN": False}
         cases.append(
             CompileCase(
-                f"log_mel {bins}",
+                f"log_mel {bins} {tile.way}",
                 "fp32",
-                _log_mel_lanes,
+                log_mel_pairs if tile.way == "pairs" else log_mel_lanes,
                 {**pointers, **numbers},
-                constants,
+                {**lanes_constants(filters, 201, 3000), "WIDEN": False},
                 dot="bf16",
-                warps=tile.warps,
+                warps=1,
                 aligned=tuple(pointers),
             )
         )
