@@ -64,8 +64,8 @@ TILES: Mapping[str, Tile] = {
 CANDIDATES = (
     Tile(32, 16, 16, 1, "pairs", 2),
     Tile(32, 16, 16, 1, "pairs", 6),
+    Tile(32, 16, 16, 1, "pairs", 3),
     Tile(16, 16, 16, 1, "lanes", 2),
-    Tile(16, 16, 16, 1, "lanes", 4),
     Tile(64, 32, 16, 4, "bf16x3", 3),
     Tile(64, 32, 32, 4, "bf16x3", 2),
     Tile(128, 32, 32, 8, "bf16x3", 2),
