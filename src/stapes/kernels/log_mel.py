@@ -59,12 +59,12 @@ TILES: Mapping[str, Tile] = {
     "rdna2": Tile(32, 16, 16, 4, "fp32"),
     "rdna3": Tile(32, 32, 16, 4, "bf16x3"),
     "rdna4": Tile(32, 32, 16, 4, "bf16x3"),
-    "cuda": Tile(32, 16, 16, 1, "pairs", 4),
+    "cuda": Tile(32, 16, 16, 1, "pairs", 3),
 }
 CANDIDATES = (
     Tile(32, 16, 16, 1, "pairs", 2),
     Tile(32, 16, 16, 1, "pairs", 6),
-    Tile(32, 16, 16, 1, "pairs", 3),
+    Tile(32, 16, 16, 1, "pairs", 4),
     Tile(16, 16, 16, 1, "lanes", 2),
     Tile(64, 32, 16, 4, "bf16x3", 3),
     Tile(64, 32, 32, 4, "bf16x3", 2),
