@@ -105,6 +105,7 @@ def batch_of(rows: int, seconds: float, *, padded: bool) -> Batch:
         target_lengths=counts,
         weights=weights,
         keys=keys,
+        rehearsed=torch.zeros(rows, dtype=torch.bool),
         ids=names,
         texts=names,
         speakers=names,

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from made_corpus import opened, small_config, trained, write_corpus
+from small_whispers import CONFIG, write_whisper
 from torch import Tensor
 
 import stapes
@@ -28,6 +29,7 @@ from stapes.training.trainer import Trainer
 
 CPU = torch.device("cpu")
 CONTEXT = 120
+SMALLER = replace(CONFIG, audio_context=CONTEXT)
 
 
 @pytest.fixture(scope="module")
@@ -190,6 +192,40 @@ class TestWhisper:
             assert isinstance(recognizer.engine, SpeculativeWhisperEngine)
             assert recognizer.engine.draft.shares_encoder
 
+    @pytest.mark.parametrize("rank", [0, 4])
+    def test_what_it_was_teaches_where_it_rehearses(
+        self, rank: int, manifest: Path, teacher: Path, tmp_path: Path
+    ) -> None:
+        config = whisper_student(tmp_path / "run", manifest, teacher)
+        config.distill.decoder_layers, config.optimizer.freeze = None, []
+        config.model.init, config.lora.rank, config.lora.dropout = str(teacher), rank, 0.0
+        config.data.rehearsal, config.data.rehearsal_share = [str(manifest)], 0.5
+        config.distill.where, config.distill.label_weight = "rehearsal", 1.0
+        trainer = opened(config)
+        objective, options = trainer.objective, config.distill
+        assert isinstance(objective, DistilledWhisperObjective)
+        batch = first_batch(trainer)
+        assert 0 < int(batch.rehearsed.sum()) < len(batch)
+        options.label_weight = 0.0
+        assert float(losses(trainer, batch).rows.abs().max()) < 1e-3  # it is what it was
+        with torch.no_grad():
+            objective.network.decoder.norm.weight.mul_(1.5)
+        found = losses(trainer, batch)
+        assert float(found.rows[batch.rehearsed].min()) > 0.1
+        assert not found.rows[~batch.rehearsed].any()
+        options.where = "all"
+        whole = losses(trainer, batch)
+        torch.testing.assert_close(whole.rows[batch.rehearsed], found.rows[batch.rehearsed])
+        assert float(whole.rows.min()) > 0.1
+        options.where = "rehearsal"
+        figures = objective.figures([float(each) for each in found.figures])
+        assert figures["divergence"] == pytest.approx(float(found.figures[1] / found.figures[3]))
+        dev = replace(batch, rehearsed=torch.zeros_like(batch.rehearsed))
+        options.label_weight = 1.0
+        assert losses(trainer, dev).total.isfinite()
+        objective.eval()
+        assert objective.evaluate(prepare(dev, CPU)).losses.total.isfinite()
+
     def test_going_on_makes_the_same_steps(self, manifest: Path, teacher: Path, tmp_path: Path) -> None:
         config = whisper_student(tmp_path / "whole", manifest, teacher, steps=4)
         config.distill.prefix_noise, config.model.decoder_dropout = 0.3, 0.1
@@ -259,6 +295,19 @@ class TestCTC:
 
         torch.testing.assert_close(torch.stack([alone(row) for row in range(3)]), together[:3], rtol=1e-3, atol=1e-3)
 
+    def test_a_student_on_a_smaller_whisper(self, manifest: Path, teacher: Path, tmp_path: Path) -> None:
+        """Its encoder has the teacher's frames and another width."""
+        larger = small_config(tmp_path / "hybrid", manifest, steps=1)
+        larger.objective.kind, larger.model.init, larger.model.decoder_layers = "hybrid", str(teacher), 1
+        _, result = trained(larger)
+        made = SMALLER
+        config = ctc_student(tmp_path / "run", manifest, result.model, steps=3)
+        config.model.init = str(write_whisper(tmp_path / "smaller", made))
+        trainer, result = trained(config)
+        assert isinstance(trainer.objective, DistilledCTCObjective)
+        assert result.model is not None
+        assert open_spectrogram_model(result.model).config.encoder.state_width == made.width
+
     def test_it_learns_and_goes_on_as_if_nothing_had_happened(
         self, manifest: Path, hybrid: Path, tmp_path: Path
     ) -> None:
@@ -288,6 +337,7 @@ class TestCTC:
         refused("`stapes label`", teacher, data_vocabulary="char")
         refused("cannot teach attention", hybrid, objective_kind="attention")
         refused("decoder_layers is for a Whisper", hybrid, distill_decoder_layers=2)
+        refused("name distill.teacher and data.rehearsal", hybrid, distill_where="rehearsal")
 
 
 def test_recipes() -> None:

@@ -162,7 +162,10 @@ def test_rehearsal_takes_its_share_of_each_batch(tokenizer: WhisperTokenizer, tm
             world_size=world_size,
             rank=rank,
         )
-        return [list(batch.ids) for batch in data]
+        drawn = list(data)
+        for batch in drawn:
+            assert batch.rehearsed.tolist() == [id.startswith("other") for id in batch.ids]
+        return [list(batch.ids) for batch in drawn]
 
     found = batches(0, 1)
     assert len(found) == 4

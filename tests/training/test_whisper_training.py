@@ -183,14 +183,19 @@ def test_an_adapter_of_another_model_is_refused(whisper: Path, manifest: Path, t
         with_adapter(open_checkpoint(whisper), result.model)
 
 
+@pytest.mark.parametrize("taught", [False, True])
 @pytest.mark.parametrize("adapted", [False, True])
-def test_going_on_makes_the_same_steps(adapted: bool, whisper: Path, manifest: Path, tmp_path: Path) -> None:
-    """With dropout, masks, prompts, times and rehearsal."""
+def test_going_on_makes_the_same_steps(
+    adapted: bool, taught: bool, whisper: Path, manifest: Path, tmp_path: Path
+) -> None:
+    """With dropout, masks, prompts, times, rehearsal, and what it was as its teacher there."""
 
     def config(name: str) -> TrainConfig:
         made = whisper_config(tmp_path / name, whisper, manifest, steps=4)
         made.model.dropout = made.model.decoder_dropout = 0.1
         made.data.rehearsal, made.data.rehearsal_share = [str(manifest)], 0.5
+        if taught:
+            made.distill.teacher, made.distill.where = str(whisper), "rehearsal"
         return lora(made) if adapted else made
 
     whole, _ = trained(config("whole"))

@@ -180,6 +180,7 @@ def noise_batches(settings: TrainSettings, rows: int, *, pin: bool) -> list[Batc
             target_lengths=torch.full((rows,), letters),
             weights=torch.ones(rows),
             keys=torch.from_numpy(keys * 1_000_003 + 17),
+            rehearsed=torch.zeros(rows, dtype=torch.bool),
             ids=tuple(map(str, keys)),
             texts=("",) * rows,
             speakers=(None,) * rows,

@@ -112,6 +112,8 @@ class Batch:
     """float32 (B,): 1, or 0 for a row that only fills the shape up."""
     keys: Tensor
     """int64 (B,): what chance is made of for this utterance in this epoch; see ``masking``."""
+    rehearsed: Tensor
+    """bool (B,): whether a row is of the rehearsal manifest."""
     ids: tuple[str, ...]
     texts: tuple[str, ...]
     speakers: tuple[str | None, ...]
@@ -377,6 +379,7 @@ class _Reader(Dataset[Batch]):
         targets: list[list[int]] = [[] for _ in utterances]
         own_keys = np.array([manifest.keys[number] for manifest, number in places], np.uint64)
         keys = mix_keys(own_keys, self._seed, plan.epoch).view(np.int64)
+        rehearsed = np.arange(rows) >= len(plan.indices)
         reads: dict[int, np.ndarray] = {}
         skipped = []
         for row in map(int, np.flatnonzero(weights)):
@@ -401,7 +404,7 @@ class _Reader(Dataset[Batch]):
                 continue
             other = used[number % len(used)]
             waveforms[row], lengths[row], targets[row] = waveforms[other], lengths[other], targets[other]
-            utterances[row], keys[row] = utterances[other], keys[other]
+            utterances[row], keys[row], rehearsed[row] = utterances[other], keys[other], rehearsed[other]
         return Batch(
             waveforms=waveforms,
             lengths=torch.from_numpy(lengths),
@@ -409,6 +412,7 @@ class _Reader(Dataset[Batch]):
             target_lengths=torch.tensor([len(ids) for ids in targets]),
             weights=torch.from_numpy(weights),
             keys=torch.from_numpy(keys),
+            rehearsed=torch.from_numpy(rehearsed),
             ids=tuple(utterance.id for utterance in utterances),
             texts=tuple(utterance.text for utterance in utterances),
             speakers=tuple(utterance.speaker for utterance in utterances),

@@ -228,6 +228,9 @@ class DistillOptions:
     """Weight of the texts in the loss."""
     teacher_weight: float = 1.0
     """Weight of the divergence from the teacher: token by token, or frame by frame."""
+    where: Literal["all", "rehearsal"] = "all"
+    """whisper: where the divergence counts. rehearsal: in utterances of data.rehearsal alone, so that a model whose
+    teacher is the one it starts from keeps what it could do (Li and Hoiem 2016), and learns the rest from its texts."""
     temperature: float = 2.0
     """Both distributions are softened by it: above 1 the unlikely counts more."""
     prefix_noise: float = 0.0
@@ -405,6 +408,8 @@ class TrainConfig:
             self._check_pretraining()
         if self.distill.teacher is not None and self.objective.kind not in ("whisper", "ctc"):
             raise UsageError(f"distill.teacher cannot teach {self.objective.kind}: its student is a Whisper, or CTC")
+        if self.distill.where == "rehearsal" and not (self.distill.teacher and self.data.rehearsal):
+            raise UsageError("distill.where is rehearsal: name distill.teacher and data.rehearsal, or set it to all")
         if self.distill.decoder_layers is not None and self.objective.kind != "whisper":
             raise UsageError("distill.decoder_layers is for a Whisper: set objective.kind=whisper, or leave it out")
         if self.distill.layers and len(self.distill.layers) != self.distill.decoder_layers:

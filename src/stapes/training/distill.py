@@ -1,8 +1,9 @@
 """A teacher beside the network that is trained: its distribution is a target too (Hinton et al. 2015).
 
 Whisper: a student with fewer decoder layers (distil-whisper, https://arxiv.org/abs/2311.00430) learns the teacher's
-texts and, token by token, what else the teacher would have written there. CTC: frame by frame, where both networks have
-the same frames and the same tokens.
+texts and, token by token, what else the teacher would have written there. A Whisper that is fine-tuned, and taught by
+what it was wherever it rehearses that, forgets less (Li and Hoiem 2016, Learning without forgetting,
+https://arxiv.org/abs/1606.09282). CTC: frame by frame, where both networks have the same frames and the same tokens.
 """
 
 from __future__ import annotations
@@ -63,26 +64,31 @@ def divergence(student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
 
 
 def _weighed(
-    labels: Tensor, apart: Tensor, tokens: Tensor, prepared: Prepared, options: DistillOptions, impossible: list[str]
+    labels: Tensor,
+    apart: Tensor,
+    tokens: tuple[Tensor, Tensor],
+    prepared: Prepared,
+    options: DistillOptions,
+    impossible: list[str],
 ) -> Losses:
-    """The loss of rows (batch,): of their labels, and of what is between student and teacher; for so many tokens."""
+    """The loss of rows (batch,): of their labels, and of what is between student and teacher; tokens: of either."""
     rows = options.label_weight * labels + options.teacher_weight * apart
     weights = prepared.batch.weights
-    figures = tuple((each.detach() * weights).sum() for each in (labels, apart, tokens))
+    figures = tuple((each.detach() * weights).sum() for each in (labels, apart, *tokens))
     return Losses((rows * weights).sum(), rows.detach(), impossible, figures)
 
 
 def _figures(sums: Sequence[float]) -> dict[str, float]:
-    """Both parts of the loss, a token, as they are before they are weighed."""
-    labels, apart, tokens = sums
-    return {"label_loss": labels / max(1.0, tokens), "divergence": apart / max(1.0, tokens)}
+    """Both parts of the loss, a token that has it, as they are before they are weighed."""
+    labels, apart, tokens, taught = sums
+    return {"label_loss": labels / max(1.0, tokens), "divergence": apart / max(1.0, taught)}
 
 
 # -- Whisper
 
 
 class DistilledWhisperObjective(WhisperObjective):
-    """Cross entropy of the labels, and divergence from the teacher at the same places.
+    """Cross entropy of the labels, and divergence from the teacher at the same places, or only where one rehearses.
 
     In training some of what both decoders are shown is noise (distill.prefix_noise); the labels stay what they are.
     shares_encoder: the teacher hears what the student's encoder puts out, which is its own and stays as it is.
@@ -101,20 +107,33 @@ class DistilledWhisperObjective(WhisperObjective):
             end = self.tokenizer.tokenizer.eot  # ids below it are text, all from it on are markers and times
             said = counted & (tokens < end)  # of the labels alone, not of prompts
             tokens = replace_tokens(tokens, said, prepared.batch.keys, self.distill.prefix_noise, end)
+        taught = counted
+        if self.distill.where == "rehearsal":
+            taught = counted & prepared.batch.rehearsed[:, None]
+        with self.autocast(tokens.device):
+            features = self.features(prepared)
+            states = self.network.encoder(features)
+            logits = self.logits(states, tokens)
+            wanted = self._wanted(features, states, tokens, taught)
+        labels = self.token_losses(logits, targets).sum(dim=1)
+        apart = divergence(logits[taught], wanted, self.distill.temperature)
+        apart = torch.zeros_like(labels).index_add(0, taught.nonzero()[:, 0], apart)
+        return _weighed(labels, apart, (counted.sum(dim=1), taught.sum(dim=1)), prepared, self.distill, []), states
+
+    @torch.no_grad()
+    def _wanted(self, features: Tensor, states: Tensor, tokens: Tensor, taught: Tensor) -> Tensor:
+        """The teacher's logits (places, vocabulary) where ``taught`` (batch, count) says so; it hears those rows alone.
+
+        features, states: what the student's encoder hears, and says.
+        """
         teacher = self._teacher.on(tokens.device)
         assert isinstance(teacher, Whisper)
-        with self.autocast(tokens.device):
-            states = self.encode(prepared)
-            logits = self.logits(states, tokens)
-            with torch.no_grad():
-                heard = states if self.shares_encoder else teacher.encoder(self.features(prepared))
-                decoder = teacher.decoder
-                wanted = decoder.logits(decoder.teacher_forced(tokens, heard)[counted])
-        labels = self.token_losses(logits, targets).sum(dim=1)
-        index = counted.nonzero()[:, 0]
-        apart = divergence(logits[counted], wanted, self.distill.temperature)
-        apart = torch.zeros_like(labels).index_add(0, index, apart)
-        return _weighed(labels, apart, counted.sum(dim=1), prepared, self.distill, []), states
+        rows = slice(None) if self.distill.where == "all" else taught.any(dim=1).nonzero()[:, 0]
+        tokens, taught = tokens[rows], taught[rows]
+        if not len(tokens):  # dev has no rehearsal
+            return states.new_zeros(0, teacher.config.vocab_size)
+        heard = states[rows] if self.shares_encoder else teacher.encoder(features[rows])
+        return teacher.decoder.logits(teacher.decoder.teacher_forced(tokens, heard)[taught])
 
     def figures(self, sums: Sequence[float]) -> dict[str, float]:
         return _figures(sums)
@@ -178,7 +197,8 @@ class DistilledCTCObjective(SpectrogramObjective):
         apart = divergence(outputs.logits, self._wanted(prepared), self.distill.temperature)
         real = state_mask(outputs.counts, apart.shape[1])[:, 0, 0] if prepared.lengths is not None else None
         apart = (apart if real is None else apart.masked_fill(~real, 0.0)).sum(dim=1)
-        return _weighed(found, apart, prepared.batch.target_lengths, prepared, self.distill, impossible)
+        tokens = prepared.batch.target_lengths
+        return _weighed(found, apart, (tokens, tokens), prepared, self.distill, impossible)
 
     def figures(self, sums: Sequence[float]) -> dict[str, float]:
         return _figures(sums)
