@@ -59,8 +59,8 @@ def test_beside_its_base_as_a_model_and_merged_it_writes_the_same(
     assert beside != plain
 
 
-def weights(capsys: pytest.CaptureFixture[str], base: str, learnt: Path, out: Path, *more: str) -> dict[str, Tensor]:
-    said = json.loads(run(capsys, "models", "merge", base, str(learnt), str(out), "--json", *more))
+def weights(capsys: pytest.CaptureFixture[str], base: str, *words: Path | str) -> dict[str, Tensor]:
+    said = json.loads(run(capsys, "models", "merge", base, *map(str, words), "--json"))
     return dict(open_checkpoint(Path(said["path"])).read())
 
 
@@ -77,12 +77,57 @@ def test_a_share_of_it_is_merged_too_by_adapter_and_by_model(
     assert some[name].dtype == mixed[name].dtype
 
 
+@pytest.fixture(scope="module")
+def other(adapter: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Another adapter, of another rank, of one matrix that is in both and one that is not."""
+    from stapes.checkpoints import catalog
+
+    found = catalog.find("tiny.en")
+    assert found is not None
+    folder, generator = tmp_path_factory.mktemp("adapters") / "other", torch.Generator().manual_seed(1)
+    made = {
+        f"decoder.layers.0.{path}.{end}": torch.randn(shape, generator=generator) / 40
+        for path in ("cross_attention.value", "attention.query")
+        for end, shape in (("lora_a", (3, 384)), ("lora_b", (384, 3)))
+    }
+    checkpoint = open_checkpoint(found.path, "tiny.en", found.parts)
+    save_adapter(folder, checkpoint, made, base="openai/whisper-tiny.en", alpha=6.0, dropout=0.0)
+    return folder
+
+
+def test_several_are_averaged_by_adapter_and_by_model(
+    adapter: Path, other: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shares = ("--share", "0.5", "--share", "0.25")
+    added = weights(capsys, "tiny.en", adapter, other, tmp_path / "added", *shares)
+    run(capsys, "models", "merge", "tiny.en", str(adapter), str(other), str(tmp_path / "both"), "--adapter", *shares)
+    settings = json.loads((tmp_path / "both" / "adapter_config.json").read_text())
+    one = json.loads((adapter / "adapter_config.json").read_text())
+    assert settings["r"] == settings["lora_alpha"] == one["r"] + 3
+    assert settings["base_model_name_or_path"] == "openai/whisper-tiny.en"
+    from_one = weights(capsys, "tiny.en", tmp_path / "both", tmp_path / "one")
+    for name, folder in (("a", adapter), ("b", other)):
+        weights(capsys, "tiny.en", folder, tmp_path / name)
+    mixed = weights(capsys, "tiny.en", tmp_path / "a", tmp_path / "b", tmp_path / "mixed", *shares)
+    beside = weights(capsys, "tiny.en", tmp_path / "a", other, tmp_path / "beside", *shares)
+    for name, weight in added.items():
+        for made in (from_one, mixed, beside):
+            torch.testing.assert_close(made[name], weight, rtol=2e-3, atol=2e-3)  # they are in fp16
+    even = weights(capsys, "tiny.en", adapter, other, tmp_path / "even", "--share", "0.5")
+    same = weights(capsys, "tiny.en", adapter, other, tmp_path / "same", "--share", "0.25", "--share", "0.25")
+    assert all(torch.equal(even[name], weight) for name, weight in same.items())
+
+
 def test_what_cannot_be_merged_is_said(adapter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run(capsys, "models", "merge", "tiny.en", str(adapter), str(tmp_path / "whole"))
     for arguments, words in (
         (("tiny.en", str(tmp_path / "whole"), "out"), "whole model"),
         (("tiny.en", str(tmp_path / "nothing"), "out", "--share", "0.5"), "is not there"),
         (("tiny.en", str(adapter), "out", "--share", "1.5"), "share"),
+        (("tiny.en", str(adapter), str(adapter), "out", "--share", "0.6", "--share", "0.6"), "at most 1"),
+        (("tiny.en", str(adapter), "out", "--share", "0.1", "--share", "0.1"), "2 times for 1"),
+        (("tiny.en", str(tmp_path / "whole"), "out", "--share", "0.5", "--adapter"), "whole model"),
+        (("tiny.en", str(adapter)), "where to write"),
         (("base", str(tmp_path / "whole"), "out", "--share", "0.5"), "other sizes"),
     ):
         assert main(["models", "merge", *arguments]) in (2, 3)

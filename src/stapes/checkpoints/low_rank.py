@@ -8,11 +8,12 @@ everything behind the loader sees a Whisper like any other. peft's layout is Hug
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -131,6 +132,34 @@ def with_adapter(checkpoint: WhisperCheckpoint, folder: Path, share: float = 1.0
 
     languages = {**checkpoint.language_tokens, **adapter.language_tokens}
     return replace(checkpoint, read=read, language_tokens=languages)
+
+
+def add_adapters(
+    folder: Path, checkpoint: WhisperCheckpoint, learnt: Sequence[tuple[Path, float]], *, base: str
+) -> None:
+    """Write one adapter that does what the adapters of ``learnt`` do together, each to its share.
+
+    B₁A₁ s₁ + B₂A₂ s₂ is [s₁B₁ s₂B₂] [A₁; A₂]: its rank is the sum of theirs. Raises ModelError, OutputError.
+    """
+    adapters = [(read_adapter(path, checkpoint.config), share) for path, share in learnt]
+    ranks = [max(len(down) for down, _ in each.matrices.values()) for each, _ in adapters]
+    weights: dict[str, Tensor] = {}
+    for name in dict.fromkeys(name for each, _ in adapters for name in each.matrices):
+        known = next(each.matrices[name] for each, _ in adapters if name in each.matrices)
+        inputs, outputs = known[0].shape[1], known[1].shape[0]
+        downs, ups = [], []
+        for (each, share), rank in zip(adapters, ranks, strict=True):
+            # peft knows one rank: an adapter that leaves a matrix as it is has zeros there.
+            down, up = each.matrices.get(name, (torch.zeros(rank, inputs), torch.zeros(outputs, rank)))
+            if down.shape != (rank, inputs) or up.shape != (outputs, rank):
+                raise ModelError(f"{each.path} is of a model of another size than {learnt[0][0]}: give adapters of one")
+            downs.append(down.float())
+            ups.append(share * each.scale * up.float())
+        path = name.removesuffix(".weight")
+        weights[f"{path}.{DOWN}"], weights[f"{path}.{UP}"] = torch.cat(downs), torch.cat(ups, dim=1)
+    languages = {code: token for each, _ in reversed(adapters) for code, token in each.language_tokens.items()}
+    settled = replace(checkpoint, language_tokens={**checkpoint.language_tokens, **languages})
+    save_adapter(folder, settled, weights, base=base, alpha=float(sum(ranks)), dropout=0.0)
 
 
 def save_adapter(

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from cyclopts import App, Parameter, validators
+from cyclopts import App, Parameter
 
 from stapes.cli.terminal import Terminal, display, to_json
 from stapes.errors import ModelError, UsageError
@@ -85,35 +85,38 @@ def pull(
 @app.command
 def merge(
     base: Annotated[str, Parameter(name="BASE")],
-    learnt: Annotated[Path, Parameter(name="LEARNT")],
-    output: Annotated[Path, Parameter(name="OUT")],
-    /,
-    *,
-    share: Annotated[float, Parameter(validator=validators.Number(gt=0, lte=1))] = 1.0,
+    *folders: Annotated[Path, Parameter(name="LEARNT… OUT")],
+    share: Annotated[tuple[float, ...], Parameter(negative=(), show_default=False)] = (),
+    adapter: bool = False,
     model_dir: str | None = None,
     json: bool = False,
 ) -> int:
     """Write a Whisper with a LoRA adapter merged in, or one between a Whisper and what fine-tuning made of it.
 
-    The result is a model of its own in Hugging Face's layout.
+    The result is a model of its own in Hugging Face's layout. What several trainings learnt from the same Whisper is
+    averaged, which is often better than each of them.
 
     Examples:
 
         stapes models merge base runs/mine/model base-mine
         stapes models merge base runs/mine/model base-mine --share 0.6     # it forgets less of what base can do
+        stapes models merge base runs/a/model runs/b/model base-mine --share 0.5 --share 0.3
+        stapes models merge base runs/a/model runs/b/model mine --adapter  # one adapter of two
         stapes transcribe talk.mp3 --model ./base-mine
 
     Parameters
     ----------
     base:
         The model that was trained: name, folder or .pt file.
-    learnt:
-        An adapter that `stapes train whisper_lora` or peft wrote, or a model of `stapes train whisper`.
-    output:
-        A new or empty folder.
+    folders:
+        Adapters that `stapes train whisper_lora` or peft wrote, or models of `stapes train whisper`; then a new or
+        empty folder.
     share:
-        How far the weights go from BASE to LEARNT; part of the way, less is learnt and less forgotten. Choose it on
-        recordings of both kinds.
+        How far the weights go from BASE to LEARNT, by default all the way; part of the way, less is learnt and less
+        forgotten. Choose it on recordings of both kinds. Of several LEARNT: one for each, or one for all, to be
+        divided among them.
+    adapter:
+        Write an adapter of adapters, to be used beside BASE, whose rank is the sum of theirs.
     model_dir:
         Folder where models are looked for.
     json:
@@ -125,10 +128,14 @@ def merge(
     from stapes.checkpoints.between import between
     from stapes.checkpoints.files import ADAPTER_SETTINGS
     from stapes.checkpoints.load import open_checkpoint
-    from stapes.checkpoints.low_rank import with_adapter
+    from stapes.checkpoints.low_rank import add_adapters, base_to_say, with_adapter
     from stapes.checkpoints.save import save_huggingface
     from stapes.checkpoints.tokenizer import find_tokenizer
 
+    if len(folders) < 2:
+        raise UsageError("say what was learnt and where to write: stapes models merge base runs/mine/model base-mine")
+    *learnt, output = folders
+    shares = _shares(share, len(learnt))
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise UsageError(f"{output} is there already: name a new or empty folder")
     found = catalog.find(base, model_dir)
@@ -136,18 +143,37 @@ def merge(
         raise ModelError(f"There is no model named {base!r} on this machine; {catalog.hint(base)}")
     checkpoint = open_checkpoint(found.path, base, found.parts)
     checkpoint = replace(checkpoint, tokenizer=find_tokenizer(checkpoint, model_dir)[0])
-    if (learnt / ADAPTER_SETTINGS).exists():
-        made = with_adapter(checkpoint, learnt, share)
-    elif learnt.exists() and share < 1.0:
-        made = between(checkpoint, open_checkpoint(learnt), share)
-    elif learnt.exists():
-        raise UsageError(f"{learnt} is a whole model, which needs no merging: --share 0.5 makes one half-way to it")
+    for each in learnt:
+        if not each.exists():
+            raise ModelError(f"{each} is not there: name the folder that `stapes train` wrote, such as runs/mine/model")
+    pairs = list(zip(learnt, shares, strict=True))
+    adapters = [pair for pair in pairs if (pair[0] / ADAPTER_SETTINGS).exists()]
+    models = [pair for pair in pairs if pair not in adapters]
+    if adapter and models:
+        raise UsageError(f"{models[0][0]} is a whole model, of which --adapter can make none")
+    if len(pairs) == 1 and models and shares[0] == 1:
+        raise UsageError(f"{learnt[0]} is a whole model, which needs no merging: --share 0.5 makes one half-way to it")
+    if adapter:
+        add_adapters(output, checkpoint, adapters, base=base_to_say(base))
     else:
-        raise ModelError(f"{learnt} is not there: name the folder that `stapes train` wrote, such as runs/mine/model")
-    save_huggingface(made, output)
+        if models:
+            checkpoint = between(checkpoint, [(open_checkpoint(path), each) for path, each in models])
+        for path, each in adapters:
+            checkpoint = with_adapter(checkpoint, path, each)
+        save_huggingface(checkpoint, output)
     terminal = Terminal()
     terminal.out(to_json({"path": str(output)}) + "\n" if json else f"{display(str(output))}\n")
     return 0
+
+
+def _shares(given: tuple[float, ...], count: int) -> list[float]:
+    """One for each of so many trainings. Raises UsageError where they are not all of the way or less."""
+    if len(given) not in (0, 1, count):
+        raise UsageError(f"--share is given {len(given)} times for {count} trainings: give one for each, or for all")
+    shares = list(given) if len(given) == count else [(given[0] if given else 1.0) / count] * count
+    if min(shares) <= 0 or sum(shares) > 1 + 1e-6:
+        raise UsageError(f"--share says {', '.join(f'{each:g}' for each in shares)}: above 0, and together at most 1")
+    return shares
 
 
 def _table(entries: list[ModelEntry], fit_terminal: bool) -> str:
