@@ -156,7 +156,8 @@ def add_adapters(
             downs.append(down.float())
             ups.append(share * each.scale * up.float())
         path = name.removesuffix(".weight")
-        weights[f"{path}.{DOWN}"], weights[f"{path}.{UP}"] = torch.cat(downs), torch.cat(ups, dim=1)
+        weights[f"{path}.{DOWN}"] = torch.cat(downs).to(known[0].dtype)
+        weights[f"{path}.{UP}"] = torch.cat(ups, dim=1).to(known[1].dtype)
     languages = {code: token for each, _ in reversed(adapters) for code, token in each.language_tokens.items()}
     settled = replace(checkpoint, language_tokens={**checkpoint.language_tokens, **languages})
     save_adapter(folder, settled, weights, base=base, alpha=float(sum(ranks)), dropout=0.0)

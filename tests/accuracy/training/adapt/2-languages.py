@@ -3,13 +3,13 @@
 """Line 2: three languages, LoRA on at most 32 clips each, tested on clips of speakers that were not in training.
 
 There are only 28 to 38 clips a language, so each clip is tested once, by an adapter that heard neither it nor its
-speaker (cross-validation by speaker; FOLDS adapters a language and seed). Settings are chosen on another language
-(`tune`), never on these. Everything through the command line's own functions, in one process a language, which saves
-the imports.
+speaker (cross-validation by speaker; FOLDS adapters a language and seed). Settings are chosen on other languages
+(`tune`), never on these: by the mean over them of what is left of base's CER.
+Everything through the command line's own functions, in one process a language, which saves the imports.
 
 2-languages.py prepare DATA/commonvoice/manifest.jsonl LANG…      manifests of the folds
-2-languages.py tune LANG [NAME…]                                   settings, tried on two folds
-2-languages.py settle LANG                                         the best, by CER → W/languages/settings.json
+2-languages.py tune NAME LANG…                                     settings, or base, tried on the first fold of each
+2-languages.py settle LANG…                                        the best → W/languages/settings.json
 2-languages.py run LANG [SEED…]                                    base, then each fold: train, evaluate
 2-languages.py summary LANG…                                       the figures → W/languages/summary.json
 """
@@ -35,14 +35,19 @@ EVALUATE_MORE = shlex.split(os.environ.get("EVALUATE_MORE", ""))
 DEADLINE = time.monotonic() + float(os.environ.get("MAX_SECONDS", "400"))
 ALL = '["query","key","value","out","up","down"]'
 SETTINGS = {
-    "qv-1e-3-60": ["optimizer.peak_lr=1e-3", "run.steps=60"],
-    "all-5e-4-60": ["optimizer.peak_lr=5e-4", "run.steps=60", f"lora.targets={ALL}"],
-    "all-1e-3-60": ["optimizer.peak_lr=1e-3", "run.steps=60", f"lora.targets={ALL}"],
-    "all-1e-3-120": ["optimizer.peak_lr=1e-3", "run.steps=120", f"lora.targets={ALL}"],
+    **{f"qv-1e-3-{steps}": ["optimizer.peak_lr=1e-3", f"run.steps={steps}"] for steps in (60, 100)},
+    **{
+        f"all-{rate}-{steps}": [
+            f"optimizer.peak_lr={rate}",
+            f"run.steps={steps}",
+            f"lora.targets={ALL}",
+            "lora.dropout=0.1",
+        ]
+        for rate in ("2e-4", "3e-4", "5e-4")
+        for steps in (60, 120, 200)
+    },
 }
-OTHERWISE = SETTINGS["all-1e-3-60"]  # where there was no time to tune
-if os.environ.get("SETTINGS"):
-    SETTINGS = {name: SETTINGS[name] for name in os.environ["SETTINGS"].split(",")}
+OTHERWISE = SETTINGS["all-3e-4-120"]  # where there was no time to tune
 # A language without a token of its own takes over that of one like it.
 TOKENS = {
     "hsb": "cs",
@@ -186,30 +191,32 @@ def errors(*names):
     return wrong, sum(row["char_hits"] + row["char_substitutions"] + row["char_deletions"] for row in rows), rows
 
 
-def tune(language, *names):
-    for name in names or SETTINGS:
-        for fold in range(min(2, FOLDS)):
-            if time.monotonic() > DEADLINE:
-                say("no time left to tune")
-                return
-            run = W / language / "tune" / f"{name}-{fold}"
-            train(language, fold, SETTINGS[name], run)
-            evaluate(run / "model", W / language / f"test-{fold}.jsonl.gz", f"tune-{language}-{name}-{fold}")
+def tune(name, *languages):
+    for language in languages:
+        if time.monotonic() > DEADLINE:
+            say("no time left to tune")
+            return
+        model = MODEL
+        if name != "base":
+            run = W / language / "tune" / name
+            train(language, 0, SETTINGS[name], run)
+            model = run / "model"
+        evaluate(model, W / language / "test-0.jsonl.gz", f"tune-{language}-{name}")
 
 
-def settle(language):
+def settle(*languages):
     found = {}
-    for name in SETTINGS:
-        names = [f"tune-{language}-{name}-{fold}" for fold in range(min(2, FOLDS))]
-        if all((W / "results" / each / "result.json").exists() for each in names):
-            wrong, characters, _rows = errors(*names)
-            found[name] = wrong / characters
-            say(language, name, f"CER {100 * wrong / characters:.1f} %")
-    if found:
-        best = min(found, key=found.get)
-        (W / "settings.json").write_text(
-            json.dumps({"language": language, "cer": found, "chosen": best, "settings": SETTINGS[best]}, indent=1)
-        )
+    for name in ("base", *SETTINGS):
+        if all((W / "results" / f"tune-{language}-{name}" / "result.json").exists() for language in languages):
+            counted = {language: errors(f"tune-{language}-{name}") for language in languages}
+            found[name] = {language: wrong / characters for language, (wrong, characters, _) in counted.items()}
+            say(name, *(f"{language} {100 * cer:.1f} %" for language, cer in found[name].items()))
+    base = found.pop("base", dict.fromkeys(languages, 1.0))
+    left = {name: sum(cer[each] / base[each] for each in languages) / len(languages) for name, cer in found.items()}
+    if left:
+        best = min(left, key=left.get)
+        settled = {"base": base, "cer": found, "left_of_base": left, "chosen": best, "settings": SETTINGS[best]}
+        (W / "settings.json").write_text(json.dumps(settled, indent=1))
 
 
 def chosen():

@@ -2,9 +2,12 @@
 # pyright: basic, reportArgumentType=false
 """Line 1's lessons, and the choice among what they made.
 
-speechocean.py lessons FOLDER LS_TRAIN LS_DEV SO_TRAIN SO_DEV    FOLDER has {ls,so,extra}.jsonl.gz of `stapes label`
-speechocean.py judge RUN SHARE…        a training's weights, so far on the way from base, on both dev sets
-speechocean.py choose RUN…             the lowest WER on speechocean762 among those that keep LibriSpeech
+speechocean.py some MANIFEST OUT COUNT    so many utterances of a manifest, of all its voices
+speechocean.py lessons FOLDER LS_TRAIN LS_DEV SO_TRAIN SO_DEV
+    FOLDER has {ls,so,extra,spoken}.jsonl.gz of `stapes label`
+speechocean.py choose RUN…    the lowest WER on speechocean762 among those that keep LibriSpeech, on both dev sets:
+    of each training's weights, part of the way from base, and of averages of trainings of one kind (greedy soups,
+    Wortsman et al. 2022), which for LoRA are adapters again
 
 Lessons: rehearsal is what base itself writes, with its case, points and times, where the known text agrees. The new
 texts get a capital and a point, for base writes so and need not learn another style, and the times at which base heard
@@ -14,18 +17,23 @@ hardly one.
 
 import gzip
 import json
+import multiprocessing
 import os
+import random
 import shlex
 import shutil
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 W = Path(os.environ.get("W", "/tmp/stapes/adapt"))
 OUT = Path(os.environ.get("OUT_DIR", "/tmp/out/adapt"))
 MODEL = os.environ.get("MODEL", "base")
-TOLERANCE = float(os.environ.get("TOLERANCE", "0.5"))  # absolute, in per cent; 1.0 is what test may be worse
-SHARES = [float(each) for each in os.environ.get("SHARES", "0.4 0.55 0.7 0.85 1.0").split()]
+TOLERANCE = float(os.environ.get("TOLERANCE", "0.8"))  # absolute, in per cent; 1.0 is what test may be worse
+SHARES = [float(each) for each in os.environ.get("SHARES", "0.6 0.8 1.0").split()]
+SOUP_SHARES = [float(each) for each in os.environ.get("SOUP_SHARES", "0.7 0.85 1.0").split()]
+SECONDS = float(os.environ.get("CHOOSE_SECONDS", "90"))  # then nothing new is tried
 MORE = shlex.split(os.environ.get("EVALUATE_MORE", "--batch-size 16"))  # beside others: little memory
 
 
@@ -44,6 +52,12 @@ def write(path, cuts):
     say(path.name, len(cuts), "utterances,", round(sum(cut["duration"] for cut in cuts) / 60, 1), "minutes")
 
 
+def some(manifest, out, count):
+    cuts = read(manifest)
+    random.Random(0).shuffle(cuts)
+    write(Path(out), cuts[: int(count)])
+
+
 def speaker(cut):
     return cut["supervisions"][0].get("speaker")
 
@@ -59,8 +73,9 @@ def lessons(folder, ls_train, ls_dev, so_train, so_dev):
     known = read(ls_train)
     kept_for_dev = set(sorted({speaker(cut) for cut in known})[::5])
     rehearsal = [cut for cut in read(folder / "ls.jsonl.gz") if speaker(cut) not in kept_for_dev]
-    if (folder / "extra.jsonl.gz").exists():
-        rehearsal += read(folder / "extra.jsonl.gz")
+    for more in ("extra", "spoken"):
+        if (folder / f"{more}.jsonl.gz").exists():
+            rehearsal += read(folder / f"{more}.jsonl.gz")
     write(folder / "rehearsal.jsonl.gz", rehearsal)
     new = [cut for cut in known if speaker(cut) in kept_for_dev]
     write(folder / "dev.jsonl.gz", [*read(so_dev), *read(ls_dev), *new])
@@ -106,90 +121,147 @@ def rates(result, new):
     return found
 
 
-def between(run, share, folder):
-    """A training's weights, so far on the way from base; what it took beside them."""
-    if folder.exists():
-        return
-    words = ["models", "merge", MODEL, run / "model", folder]
-    words += ["--share", share] if share < 1 else []
-    if command(*words):
-        raise SystemExit(f"{run.name} {share} cannot be merged")
-    cost = json.loads((run / "model" / "training.json").read_text())
-    cost["command"] = [*cost.get("command", []), "&&", "stapes", *map(str, words)]
-    (folder / "training.json").write_text(json.dumps(cost))
+def name_of(runs, share):
+    return "+".join(run.name.removeprefix("so-") for run in runs) + f"-{share:g}"
 
 
 def is_adapter(run):
     return (run / "model" / "adapter_config.json").exists()
 
 
-def judge(run, *shares):
-    run, lessons = Path(run), W / "so-own"
-    for share in map(float, shares or SHARES):
-        name = f"{run.name}-{share:g}" if run.name != MODEL else MODEL
-        result = W / "so-dev" / name
-        if (result / "result.json").exists():
-            continue
-        begun, whole = time.monotonic(), share == 1 and not is_adapter(run)
-        if run.name == MODEL:
-            model = MODEL
-        elif whole:
-            model = run / "model"
-        else:
-            model = W / "so-candidates" / name
-            between(run, share, model)
-        rc = command("evaluate", model, lessons / "dev.jsonl.gz", "-o", result, *MORE)
-        if run.name != MODEL and not whole:
-            shutil.rmtree(model, ignore_errors=True)  # the chosen one is made again
-        say(name, "rc", rc, f"after {time.monotonic() - begun:.1f} s")
+def made(runs, share, folder):
+    """Trainings' weights, averaged, so far on the way from base; what they took beside them. The model's folder."""
+    if len(runs) == 1 and share == 1:
+        return runs[0] / "model"
+    if folder.exists():
+        return folder
+    words = ["models", "merge", MODEL, *(run / "model" for run in runs), folder, "--share", share]
+    words += ["--adapter"] if is_adapter(runs[0]) else []
+    if command(*words):
+        raise RuntimeError(f"{name_of(runs, share)} cannot be merged")
+    costs = [json.loads((run / "model" / "training.json").read_text()) for run in runs]
+    cost = costs[0] | {name: sum(each[name] for each in costs) for name in ("steps", "hours")}
+    cost["peak_memory_bytes"] = max(each.get("peak_memory_bytes") or 0 for each in costs)
+    every = [word for each in costs for word in [*each.get("command", []), "&&"]]
+    cost["command"] = [*every, "stapes", *map(str, words)]
+    (folder / "training.json").write_text(json.dumps(cost))
+    return folder
+
+
+def judge(runs, share):
+    """Write down what dev says to an average; no runs: to base. In a process of several."""
+    name = name_of(runs, share) if runs else MODEL
+    result = W / "so-dev" / Path(name).name
+    if (result / "result.json").exists():
+        return
+    begun, folder = time.monotonic(), W / "so-candidates" / name
+    model = made(runs, share, folder) if runs else MODEL
+    rc = command("evaluate", model, W / "so-own" / "dev.jsonl.gz", "-o", result, *MORE)
+    if runs:
+        shutil.rmtree(folder, ignore_errors=True)  # the chosen one is made again
+    say(name, "rc", rc, f"after {time.monotonic() - begun:.1f} s")
+
+
+class Dev:
+    """What dev said, and processes that ask it: each reads the programs once."""
+
+    def __init__(self, pool):
+        self.pool, self.rows, self.base = pool, {}, None
+        self.new = set(json.loads((W / "so-own" / "dev.ids.json").read_text()))
+
+    def ask(self, *asked):
+        """(runs, share) …, all at once; what fails has no figures."""
+        running = [self.pool.submit(judge, runs, share) for runs, share in asked]
+        for (runs, share), each in zip(asked, running, strict=True):
+            try:
+                each.result()
+            except Exception as error:
+                say(name_of(runs, share), repr(error)[:200])
+            self.read(runs, share)
+
+    def read(self, runs, share):
+        name = name_of(runs, share) if runs else MODEL
+        folder = W / "so-dev" / Path(name).name
+        if not (folder / "result.json").exists():
+            return
+        sums = rates(folder, self.new)
+        wer = {corpus: 100 * sum(each[:3]) / max(1, each[3]) for corpus, each in sums.items()}
+        row = {"name": name, "runs": [str(run) for run in runs], "share": share, **wer}
+        kinds = " ".join("/".join(map(str, each[:3])) for each in sums.values())
+        row["line"] = f"{name:32s} speechocean762 {wer['so']:6.2f} %  LibriSpeech {wer['ls']:6.2f} %  S/D/I {kinds}"
+        self.rows[name] = row
+        if not runs:
+            self.base = row
+
+    def best(self, runs):
+        """The share with the lowest WER on speechocean762 that keeps LibriSpeech; else the one that keeps most."""
+        rows = [row for row in self.rows.values() if row["runs"] == [str(run) for run in runs]]
+        kept = [row for row in rows if row["ls"] <= self.base["ls"] + TOLERANCE]
+        if kept:
+            return True, min(kept, key=lambda row: row["so"])
+        return False, min(rows, key=lambda row: row["ls"], default=None)
+
+
+def score(found):
+    kept, row = found
+    return (2, 0.0) if row is None else (0, row["so"]) if kept else (1, row["ls"])
 
 
 def choose(*runs):
-    new = set(json.loads((W / "so-own" / "dev.ids.json").read_text()))
-    table, found = [], {"full": [], "lora": []}
-
-    def row(name):
-        sums = rates(W / "so-dev" / name, new)
-        wer = {corpus: 100 * sum(each[:3]) / max(1, each[3]) for corpus, each in sums.items()}
-        kinds = " ".join("/".join(map(str, each[:3])) for each in sums.values())
-        table.append(f"{name:24s} speechocean762 {wer['so']:6.2f} %  LibriSpeech {wer['ls']:6.2f} %  S/D/I {kinds}")
-        return wer
-
-    before = row(MODEL)
-    for run in map(Path, runs):
-        for share in SHARES:
-            name = f"{run.name}-{share:g}"
-            if (W / "so-dev" / name / "result.json").exists():
-                wer = row(name)
-                kind = "lora" if is_adapter(run) else "full"
-                found[kind].append({"name": name, "run": str(run), "share": share, **wer})
+    runs = [run for run in map(Path, runs) if (run / "model" / "training.json").exists()]
+    began = time.monotonic()
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(int(os.environ.get("JOBS", "7")), mp_context=context) as pool:
+        dev = Dev(pool)
+        dev.ask(([], 1.0), *(([run], share) for share in SHARES for run in runs))
+        kinds = {
+            kind: sorted(
+                (run for run in runs if is_adapter(run) == (kind == "lora")), key=lambda x: score(dev.best([x]))
+            )
+            for kind in ("full", "lora")
+        }
+        # Greedy soups, of both kinds at once: the best training, then each other one that makes dev better.
+        soups, left = {kind: own[:1] for kind, own in kinds.items()}, {kind: own[1:] for kind, own in kinds.items()}
+        while any(left.values()) and time.monotonic() - began < SECONDS:
+            tried = {kind: [*soups[kind], own.pop(0)] for kind, own in left.items() if own}
+            dev.ask(*((soup, share) for soup in tried.values() for share in SOUP_SHARES))
+            for kind, soup in tried.items():
+                if score(dev.best(soup)) < score(dev.best(soups[kind])):
+                    soups[kind] = soup
+        finer = []  # shares around the best
+        for soup in filter(None, soups.values()):
+            row = dev.best(soup)[1]
+            if row is not None and time.monotonic() - began < SECONDS:
+                finer += [
+                    (soup, round(row["share"] + step, 3)) for step in (-0.1, -0.05, 0.05) if row["share"] + step <= 1
+                ]
+        dev.ask(*finer)
+    table = [row["line"] for row in dev.rows.values()]
     print("\n".join(table), flush=True)
-    chosen = {"model": MODEL, "before": before, "tolerance": TOLERANCE, "candidates": found}
-    for kind, candidates in found.items():
-        kept = [each for each in candidates if each["ls"] <= before["ls"] + TOLERANCE]
-        if not kept and candidates:
-            say(f"{kind}: nothing keeps LibriSpeech within {TOLERANCE}: the nearest is taken")
-            kept = [min(candidates, key=lambda each: each["ls"])]
-        if not kept:
+    candidates = [{name: value for name, value in row.items() if name != "line"} for row in dev.rows.values()]
+    chosen = {"model": MODEL, "tolerance": TOLERANCE, "candidates": candidates}
+    for kind, soup in soups.items():
+        kept, best = dev.best(soup) if soup else (False, None)
+        if best is None:
             continue
-        best = chosen[kind] = min(kept, key=lambda each: each["so"])
+        if not kept:
+            say(f"{kind}: nothing keeps LibriSpeech within {TOLERANCE}: the nearest is taken")
+        chosen[kind] = {name: value for name, value in best.items() if name != "line"}
         target = W / "so-chosen" / kind
         shutil.rmtree(target, ignore_errors=True)
         target.mkdir(parents=True)
-        run = Path(best["run"])
-        if best["share"] == 1 and kind == "full":
-            (target / "model").symlink_to(run / "model")
-        else:
-            between(run, best["share"], target / "model")
-        say("chosen", kind, json.dumps(best))
-    (W / "so-chosen").mkdir(parents=True, exist_ok=True)
+        model = made(soup, best["share"], target / "model")
+        if model != target / "model":
+            (target / "model").symlink_to(model)
+        say("chosen", kind, best["line"])
     (W / "so-chosen" / "chosen.json").write_text(json.dumps(chosen, indent=1))
     OUT.mkdir(parents=True, exist_ok=True)
     shutil.copy(W / "so-chosen" / "chosen.json", OUT / "so-chosen.json")
     (OUT / "so-dev.txt").write_text("\n".join(table) + "\n")
-    if "lora" in chosen:  # a few MB
-        shutil.copytree(Path(chosen["lora"]["run"]) / "model", OUT / "models" / "so-lora", dirs_exist_ok=True)
+    if "lora" in chosen:  # some MB for each adapter that is in it
+        shutil.copytree(W / "so-chosen" / "lora" / "model", OUT / "models" / "so-lora", dirs_exist_ok=True)
+    say("chosen after", round(time.monotonic() - began), "s")
 
 
 if __name__ == "__main__":
-    {"lessons": lessons, "judge": judge, "choose": choose}[sys.argv[1]](*sys.argv[2:])
+    {"some": some, "lessons": lessons, "choose": choose}[sys.argv[1]](*sys.argv[2:])
