@@ -1,17 +1,18 @@
 #!/usr/bin/env bash
-# Line 4: a CTC student from nothing (a Conformer of 256 × 8, 20 ms a frame as the teacher has), with the hybrid teacher
-# and without: same size, data, steps, seed, augmentation, and the same first weights. Parts, to look between them:
+# Line 4: a CTC student on tiny.en's encoder (INIT; 384 × 4, 20 ms a frame as base has), with the hybrid teacher and
+# without: same data, batches, steps, seed, augmentation, and the same first weights. Parts, to look between them:
 #   check    the GPU's CTC kernel against PyTorch's, 10 s
-#   teacher  hybrids on base's encoder (TEACHERS; …-spoken: with synthetic speech too) at once, TEACHER_STEPS steps:
-#            120–150 s; nothing where TEACHER is one
-#   audio    what the teacher's CTC head writes for speech in other languages: 30–60 s
-#   train    VARIANTS at once, STEPS steps of 480 s of audio; 60 ms a step alone (launching kernels, not computing),
-#            110 ms three at once: 150–180 s. `more` learns from the teacher on the other speech too
+#   teacher  hybrids on base's encoder (TEACHERS; …-spoken: with synthetic speech too, 24 h of texts beside 4 h) at once,
+#            TEACHER_STEPS steps of 240 s, about 13 a second for one alone: 250 s; nothing where TEACHER is one
+#   audio    what the teacher's CTC head writes for speech in other languages, for `more` alone: 30–60 s
+#   train    VARIANTS at once, STEPS steps of 160 s of audio, 12 to 18 a second: 180–240 s. `strict` follows the teacher
+#            more than the texts; `more` learns from it on the other speech too
 #   test     the student without, and of the others the better on dev: 40 s
 source "$(dirname "$0")/common.sh"
-PARTS=${PARTS:-"check teacher audio train test"}
-STEPS=${STEPS:-1500}; SEEDS=${SEEDS:-0}; VARIANTS=${VARIANTS:-"alone taught more"}
-TEACHERS=${TEACHERS:-"gentle-spoken flat-spoken flat"}; TEACHER_STEPS=${TEACHER_STEPS:-1500}
+PARTS=${PARTS:-"check teacher train test"}
+STEPS=${STEPS:-2500}; SEEDS=${SEEDS:-0}; VARIANTS=${VARIANTS:-"alone taught strict"}; INIT=${INIT:-tiny.en}
+TEACHERS=${TEACHERS:-"gentle-spoken"}; TEACHER_STEPS=${TEACHER_STEPS:-2800}
+SPOKEN=${SPOKEN:-0}  # 1: all students hear the synthetic speech too, with its texts
 C=$W/ctc; mkdir -p "$C"
 help=$HERE/ctc_teacher.py
 dev=(--dev "$D/ls/dev.jsonl.gz" --dev "$D/so/dev.jsonl.gz" --set run.epochs=none --set run.tensorboard=false
@@ -47,11 +48,11 @@ teacher)
             for each in $scales; do sets+=(--set "optimizer.lr_scales.$each"); done
             # Synthetic speech, where 3-student.sh has made some: its texts are ten times as many.
             [ "$name" != "${name%-spoken}" ] && [ -f "$W/spoken/train.jsonl.gz" ] && sets+=(--train "$W/spoken/train.jsonl.gz")
-            TRAIN_SECONDS=${TRAIN_SECONDS:-220} train "teacher-$name" hybrid --train "$C/train.jsonl.gz" "${dev[@]}" \
+            TRAIN_SECONDS=${TRAIN_SECONDS:-330} train "teacher-$name" hybrid --train "$C/train.jsonl.gz" "${dev[@]}" \
                 --set model.init="$MODEL" --set objective.ctc_weight=0.6 --set model.decoder_layers=3 --set model.decoder_dropout=0.2 \
-                --set data.batch_seconds=240 --set data.workers=2 --set data.buckets=24 --set masks.time_masks=3 \
+                --set data.batch_seconds=240 --set data.workers="${TEACHER_WORKERS:-6}" --set data.buckets=24 --set masks.time_masks=3 \
                 --set run.steps="$TEACHER_STEPS" --set run.evaluate_every=$(((TEACHER_STEPS + 1) / 2)) \
-                --set run.max_minutes="${MAX_MINUTES:-2.7}" --set optimizer.warmup_steps=150 ${TRAIN_MORE:-} "${sets[@]}" &
+                --set run.max_minutes="${TEACHER_MINUTES:-4.5}" --set optimizer.warmup_steps=150 ${TRAIN_MORE:-} "${sets[@]}" &
         done
         wait
         found=$($PY "$help" best $(for name in $TEACHERS; do echo "$W/teacher-$name"; done))
@@ -80,10 +81,12 @@ train)
             strict) sets+=(--set distill.label_weight=0.2 --set distill.teacher_weight=1.0) ;;
             more) [ -s "$C/other.jsonl.gz" ] || { say "no other audio: left out"; continue; }; sets+=(--train "$C/other.jsonl.gz") ;;
             esac
-            TRAIN_SECONDS=${TRAIN_SECONDS:-300} train "ctc-$kind-$seed" $recipe "${sets[@]}" "${dev[@]}" \
-                --set data.vocabulary="$TEACHER" --set model.subsampling=2 --set model.width=256 --set model.layers=8 \
-                --set data.batch_seconds=480 --set data.workers=3 --set run.steps="$STEPS" --set run.evaluate_every="${EVERY:-500}" \
-                --set optimizer.peak_lr=1e-3 --set optimizer.warmup_steps=300 --set run.max_minutes="${MAX_MINUTES:-4}" \
+            [ "$SPOKEN" = 1 ] && sets+=(--train "$W/spoken/train.jsonl.gz")
+            TRAIN_SECONDS=${TRAIN_SECONDS:-330} train "ctc-$kind-$seed" $recipe "${sets[@]}" "${dev[@]}" \
+                --set data.vocabulary="$TEACHER" --set model.init="$INIT" --set optimizer.lr_scales.encoder=0.2 \
+                --set data.batch_seconds=160 --set data.workers="${WORKERS:-4}" --set run.steps="$STEPS" --set run.evaluate_every="${EVERY:-625}" \
+                --set optimizer.peak_lr=6e-4 --set optimizer.warmup_steps=200 --set run.max_minutes="${MAX_MINUTES:-4.5}" \
+                --set masks.time_masks=2 --set masks.frequency_masks=2 \
                 --set seed="$seed" ${TRAIN_MORE:-} &
         done
         wait
