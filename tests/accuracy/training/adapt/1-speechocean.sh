@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Line 1: base on speechocean762, as a whole and by LoRA, LibriSpeech not forgotten. Parts, to look between them:
 #   lessons  base writes down what it is to rehearse, SPOKEN of the synthetic sentences of 3-student.sh too where they are
-#            there; 4,700 clips: 40 s alone, 80 s beside others (again: nothing)
+#            there; 4,300 clips: 40 s alone, 75 s beside others (again: nothing)
 #   explore  the trainings of VARIANTS at once, STEPS steps of 16 new and 8 rehearsed windows (-long: half as many more):
 #            seven of them 170–200 s, 12 GB each; more of them later, with VARIANTS naming all, leave those alone that
 #            have ended
@@ -10,7 +10,7 @@
 #   test     base and the chosen two on both test sets, at once: 60–90 s
 source "$(dirname "$0")/common.sh"
 PARTS=${PARTS:-"lessons explore choose test"}
-STEPS=${STEPS:-600}; SPOKEN=${SPOKEN:-1200}
+STEPS=${STEPS:-600}; SPOKEN=${SPOKEN:-800}
 VARIANTS=${VARIANTS:-"full-1e5-long full-2e5 full-2e5-again full-2e5-kl lora-all lora-encoder lora-all-kl"}
 export W OUT_DIR=$OUT MODEL
 O=$W/so-own; mkdir -p "$O"

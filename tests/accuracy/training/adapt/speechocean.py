@@ -16,6 +16,7 @@ hardly one.
 """
 
 import gzip
+import itertools
 import json
 import multiprocessing
 import os
@@ -193,18 +194,39 @@ class Dev:
         if not runs:
             self.base = row
 
+    def of(self, runs):
+        return sorted(
+            (row for row in self.rows.values() if row["runs"] == [str(run) for run in runs]),
+            key=lambda row: row["share"],
+        )
+
+    @property
+    def limit(self):
+        if self.base is None:
+            raise SystemExit("base was not judged, and nothing can be chosen: the same command tries it again")
+        return self.base["ls"] + TOLERANCE
+
     def best(self, runs):
         """The share with the lowest WER on speechocean762 that keeps LibriSpeech; else the one that keeps most."""
-        rows = [row for row in self.rows.values() if row["runs"] == [str(run) for run in runs]]
-        kept = [row for row in rows if row["ls"] <= self.base["ls"] + TOLERANCE]
+        kept = [row for row in self.of(runs) if row["ls"] <= self.limit]
         if kept:
             return True, min(kept, key=lambda row: row["so"])
-        return False, min(rows, key=lambda row: row["ls"], default=None)
+        return False, min(self.of(runs), key=lambda row: row["ls"], default=None)
 
+    def reach(self, runs):
+        """(WER on speechocean762, share): the lowest that keeps LibriSpeech, shares between those asked too.
 
-def score(found):
-    kept, row = found
-    return (2, 0.0) if row is None else (0, row["so"]) if kept else (1, row["ls"])
+        Straight lines from base's rates on: shares in steps would favour whoever happens to pass one of them.
+        """
+        assert self.base is not None
+        limit, asked = self.limit, self.of(runs)
+        points = [(0.0, self.base["ls"], self.base["so"]), *((row["share"], row["ls"], row["so"]) for row in asked)]
+        found = [(so, share) for share, ls, so in points if ls <= limit]
+        for before, after in itertools.pairwise(points):
+            if before[1] <= limit < after[1]:
+                part = (limit - before[1]) / (after[1] - before[1])
+                found.append((before[2] + part * (after[2] - before[2]), before[0] + part * (after[0] - before[0])))
+        return min(found)
 
 
 def choose(*runs):
@@ -215,9 +237,7 @@ def choose(*runs):
         dev = Dev(pool)
         dev.ask(([], 1.0), *(([run], share) for share in SHARES for run in runs))
         kinds = {
-            kind: sorted(
-                (run for run in runs if is_adapter(run) == (kind == "lora")), key=lambda x: score(dev.best([x]))
-            )
+            kind: sorted((run for run in runs if is_adapter(run) == (kind == "lora")), key=lambda run: dev.reach([run]))
             for kind in ("full", "lora")
         }
         # Greedy soups, of both kinds at once: the best training, then each other one that makes dev better.
@@ -226,15 +246,14 @@ def choose(*runs):
             tried = {kind: [*soups[kind], own.pop(0)] for kind, own in left.items() if own}
             dev.ask(*((soup, share) for soup in tried.values() for share in SOUP_SHARES))
             for kind, soup in tried.items():
-                if score(dev.best(soup)) < score(dev.best(soups[kind])):
+                if dev.reach(soup) < dev.reach(soups[kind]):
                     soups[kind] = soup
-        finer = []  # shares around the best
+        finer = []  # where the limit is reached, and a little before
         for soup in filter(None, soups.values()):
-            row = dev.best(soup)[1]
-            if row is not None and time.monotonic() - began < SECONDS:
-                finer += [
-                    (soup, round(row["share"] + step, 3)) for step in (-0.1, -0.05, 0.05) if row["share"] + step <= 1
-                ]
+            shares = {round(dev.reach(soup)[1] - step, 2) for step in (0.0, 0.04, 0.08)}
+            finer += [
+                (soup, share) for share in sorted(shares) if share > 0 and time.monotonic() - began < SECONDS + 10
+            ]
         dev.ask(*finer)
     table = [row["line"] for row in dev.rows.values()]
     print("\n".join(table), flush=True)
