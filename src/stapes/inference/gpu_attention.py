@@ -6,7 +6,7 @@ a plan go: texts of all lengths would fill the host's memory (pytorch #104701). 
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 
 import numpy as np
 import torch
@@ -57,8 +57,9 @@ def _is_nvidia(x: Tensor) -> bool:
     return x.is_cuda and torch.version.hip is None
 
 
-@lru_cache(maxsize=64)
+@cache
 def _blocks(batch: int, frames: int, device: torch.device) -> Tensor:
-    """Sequences of one length, as `launch_attention` wants to be told of them."""
+    """Sequences of one length, as `launch_attention` wants to be told of them. Kept for good, a KB for each batch size:
+    graphs read them."""
     spans = np.full(batch, frames)
     return torch.from_numpy(query_blocks(np.arange(batch) * frames, spans, spans)).to(device, torch.int32)

@@ -20,6 +20,7 @@ from torch import Tensor
 from stapes.audio.features import WINDOW_SAMPLES, log_mel_spectrogram, pad_windows
 from stapes.decoding.align import alignment_cost
 from stapes.devices.rocm import graphs_agree
+from stapes.inference.encoder_graphs import EncoderGraphs
 from stapes.inference.engine import Alignment, DecodeRequest, DecodeResult
 from stapes.inference.gpu_decoder import GpuDecoder, Memory
 from stapes.inference.gpu_encoder import GpuEncoder
@@ -85,11 +86,12 @@ class GpuWhisperEngine(TorchWhisperEngine):
         side = self.device.type == "cuda" and self.slots > 1
         self._encoder_stream = torch.cuda.Stream(self.device) if side else None
         self._words_stream = torch.cuda.Stream(self.device, priority=-1) if self.device.type == "cuda" else None
+        self._encoder_graphs: EncoderGraphs | None = None
 
     @property
     def keeps_thread(self) -> bool:
-        """cuDNN's plans for attention are kept for each thread, and making one takes some 100 ms and MBs that are not
-        given back: a thread for each call would pay that each time."""
+        """PyTorch keeps handles, work spaces and plans of its libraries for each thread, and not all are given back: a
+        thread for each call would pay for them each time."""
         return self.device.type == "cuda"
 
     def _prepare(self) -> None:
@@ -109,8 +111,14 @@ class GpuWhisperEngine(TorchWhisperEngine):
         return [Encoding(row, ready) for row in states]
 
     def _encode(self, pcm: Tensor, lengths: list[int] | None) -> Tensor:
-        features = log_mel_spectrogram(pcm, self.model.config.mel_bins, lengths)
-        return self.encoder(features.to(self.dtype))
+        features = log_mel_spectrogram(pcm, self.model.config.mel_bins, lengths).to(self.dtype)
+        graphs = self._graphs_of_encoder()
+        return self.encoder(features) if graphs is None else graphs(features)
+
+    def _graphs_of_encoder(self) -> EncoderGraphs | None:
+        if self._graph_pool is not None and self._encoder_graphs is None:
+            self._encoder_graphs = EncoderGraphs(self.encoder, self.encoder_batch)
+        return self._encoder_graphs
 
     def _states(self, encoded: Sequence[Encoding]) -> Tensor:
         """(windows, 1500, width), for the stream of the decoder."""
@@ -305,8 +313,9 @@ class GpuWhisperEngine(TorchWhisperEngine):
         is needed: silence of any length takes as long.
         """
         silence = np.zeros(WINDOW_SAMPLES, dtype=np.float32)
-        for size in range(2, self.encoder_batch + 1):
+        for size in range(1, self.encoder_batch + 1):
             self.encode([silence] * size)
+            self._record_encoder(size)
         (encoded,) = self.encode([silence], again=True)
         (encoded,) = self.encode([silence])
         self.detect_language([encoded])
@@ -322,6 +331,14 @@ class GpuWhisperEngine(TorchWhisperEngine):
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
             torch.cuda.empty_cache()
+
+    def _record_encoder(self, size: int) -> None:
+        graphs = self._graphs_of_encoder()
+        if graphs is None:
+            return
+        with torch.cuda.stream(self._encoder_stream):
+            pcm = torch.zeros(size, WINDOW_SAMPLES, device=self.device)
+            graphs.record(log_mel_spectrogram(pcm, self.model.config.mel_bins).to(self.dtype))
 
     def _warm_up_lane(self, request: DecodeRequest, encoded: Encoding) -> None:
         lane, longest = self._lane(request), self.model.config.text_context // 2
@@ -349,7 +366,7 @@ class GpuWhisperEngine(TorchWhisperEngine):
         for lane in self._gpu_lanes():
             lane.close()
         self.lanes.clear()
-        self.memory, self.free_rows = [], []
+        self.memory, self.free_rows, self._encoder_graphs = [], [], None
 
 
 def _fill(batch: Tensor, windows: Sequence[np.ndarray]) -> None:

@@ -166,7 +166,11 @@ def compile_case(case: CompileCase, target: Target) -> CodeFacts:
         raise ValueError(f"the case says nothing of the argument {missing[0]}")
     aligned = case.aligned
     if aligned is None:
-        aligned = tuple(n for n, kind in case.signature.items() if kind.startswith("*") or n.startswith("stride"))
+        aligned = tuple(
+            name
+            for name, kind in case.signature.items()
+            if (kind.startswith("*") or name.startswith("stride")) and name not in case.kernel.rows
+        )
     source = ASTSource(
         fn=function,
         signature={name: case.signature.get(name, "constexpr") for name in names},

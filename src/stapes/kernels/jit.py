@@ -35,8 +35,8 @@ refusals: dict[tuple[str, str], str] = {}
 class Kernel:
     """A Triton function before Triton is imported. ``kernel[grid](…)`` launches it, as ``triton.jit``'s does."""
 
-    def __init__(self, function: FunctionType, counts: Sequence[str] = ()) -> None:
-        self.function, self.counts = function, counts
+    def __init__(self, function: FunctionType, counts: Sequence[str] = (), rows: Sequence[str] = ()) -> None:
+        self.function, self.counts, self.rows = function, counts, rows
         self.__name__ = function.__name__
         self.__doc__ = function.__doc__
 
@@ -48,7 +48,9 @@ class Kernel:
 
         scope = self.function.__globals__
         scope["triton"], scope["tl"] = triton, triton.language
-        jit = triton.jit(do_not_specialize=list(self.counts))(self.function)
+        jit = triton.jit(do_not_specialize=list(self.counts), do_not_specialize_on_alignment=list(self.rows))(
+            self.function
+        )
         # Triton looks names up in the kernel's module, and calls only functions of its own kind: the kernels that this
         # one calls, in its file or imported into it, become Triton's there too.
         used = self.function.__code__.co_names
@@ -74,6 +76,12 @@ def counting(*names: str) -> Callable[[Any], Kernel]:
     """`kernel`, compiled once for all values of these integers. Triton otherwise compiles anew where one is 1 or a
     multiple of 16, which is lost time where they count what happens to be at work."""
     return lambda function: Kernel(function, names)
+
+
+def from_any_row(*names: str) -> Callable[[Any], Kernel]:
+    """`kernel`, compiled once wherever these pointers begin. Triton otherwise compiles anew where one is no multiple of
+    16 bytes, as that of a row in the middle of a state may be: 0.3 s while somebody waits."""
+    return lambda function: Kernel(function, rows=names)
 
 
 def is_interpreted() -> bool:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from stapes.kernels.jit import kernel, launch_or
+from stapes.kernels.jit import from_any_row, kernel, launch_or
 from stapes.kernels.overlap import follow, overlap
 from stapes.kernels.targets import CompileCase, Target
 
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 _BLOCK = 2048
 """Tokens of the vocabulary that one program ranks."""
+
+_STATE = ("timestamps_ptr", "max_initial_ptr", "count_ptr", "last_ptr", "before_last_ptr", "last_timestamp_ptr")
+"""What the rules remember; windows that enter slots begin at any row of it."""
 
 
 @kernel
@@ -78,7 +81,7 @@ def _launch_embed(tokens: Tensor, positions: Tensor, embedding: Tensor, places: 
     return out
 
 
-@kernel
+@from_any_row(*_STATE, "forbidden_ptr")
 def _rank_part(
     logits_ptr,
     forbidden_ptr,
@@ -132,7 +135,7 @@ def _rank_part(
         tl.store(at_ptr + place + kind, part * BLOCK + tl.argmax(allowed, 0))
 
 
-@kernel
+@from_any_row(*_STATE, "ended_ptr", "live_ptr", "limit_ptr", "tokens_ptr", "logprobs_ptr")
 def _write_likeliest(
     best_ptr,
     at_ptr,
