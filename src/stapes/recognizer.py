@@ -256,7 +256,8 @@ class Recognizer:
 
     def _prepare(self) -> Callable[[], None]:
         """What the thread that drives the engine does first: it is to work as this one would."""
-        return partial(_settle_thread, self.device.torch, torch.get_num_threads())
+        stream = getattr(self.engine, "stream", None)
+        return partial(_settle_thread, self.device.torch, torch.get_num_threads(), stream)
 
     def _speech_detector(self) -> VoiceActivityDetector:
         with self._lock:
@@ -271,11 +272,14 @@ def _resize(engine: TorchWhisperEngine | TorchCTCEngine, slots: int) -> None:
     engine.slots = slots
 
 
-def _settle_thread(device: torch.device, threads: int) -> None:
-    """Give a new thread what belongs to a thread: PyTorch's number of threads, and the GPU that is meant."""
+def _settle_thread(device: torch.device, threads: int, stream: torch.cuda.Stream | None) -> None:
+    """Give a new thread what belongs to a thread: PyTorch's number of threads, the GPU that is meant, its stream."""
     torch.set_num_threads(threads)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    if stream is not None:
+        torch.cuda.synchronize(device)  # weights were loaded on another
+        torch.cuda.set_stream(stream)
 
 
 def _options(options: TranscribeOptions | None, changes: dict[str, Any]) -> TranscribeOptions:

@@ -78,12 +78,12 @@ def alone() -> float:
     return made.engine.now
 
 
-def beside(made: Clockwork) -> list[float]:
+def beside(made: Clockwork, every: float = 3.037) -> list[float]:
     """Seconds that clips take beside a long recording, whenever they come."""
     clips: list[tuple[float, Answer]] = []
-    made.submit(seconds(300), "bulk")
+    made.submit(seconds(300 if every > 1 else 2000), "bulk")
     for number in range(40):
-        due = 1.0 + 3.037 * number  # it may come in the middle of something
+        due = 1.0 + every * number  # it may come in the middle of something
         made.at(due, lambda due=due: clips.append((due, made.submit(seconds(1, CLIP), "interactive"))))
     made.run(until=lambda: len(clips) == 40 and all(clip.request.ended for _, clip in clips))
     return sorted(made.finished[clip] - due for due, clip in clips)
@@ -186,3 +186,53 @@ def test_live_windows_say_how_urgent_they_are() -> None:
     assert waiting.rank == 1
     waiting.wait_for(SimpleNamespace(queued="final"), "final")  # type: ignore[arg-type]
     assert waiting.rank == -1
+
+
+@dataclass
+class AsyncEngine(TimedEngine):
+    """A GPU that encodes beside the steps it makes, turbo's figures: a window is its sound and when it is encoded."""
+
+    rows: int = 64
+    encoder_batch: int = 16
+    encode_seconds: tuple[float, float] = (0.001, 0.0045)
+    step_seconds: tuple[float, float] = (0.0015, 0.00002)
+    enqueues = finds_words_apart = True
+    encoder_free: float = 0.0
+    asks: bool = True
+
+    def encode(self, windows: Any, *, again: bool = False, urgent: bool = False) -> list[Any]:
+        self.now += 0.002  # what the host does
+        took = self.encode_seconds[0] + self.encode_seconds[1] * len(windows)
+        begin = self.now if urgent else max(self.now, self.encoder_free)
+        self.encoder_free = max(begin, self.encoder_free) + took
+        self.log.append(("encode", len(windows)))
+        return [(window, begin + took) for window in windows]
+
+    def is_encoded(self, encoded: tuple[np.ndarray, float]) -> bool:
+        return not self.asks or encoded[1] <= self.now
+
+    def admit(self, requests: Any, encoded: Any) -> list[Any]:
+        ready = max(when for _, when in encoded)
+        self.now = max(self.now, ready) + 0.004
+        return super().admit(requests, [window for window, _ in encoded])
+
+
+def async_clockwork(**changes: Any) -> Clockwork:
+    return Clockwork(AsyncEngine(steps=lambda pcm, request: 90 if round(float(pcm[0]), 2) == BULK else 12, **changes))
+
+
+def test_what_is_encoded_beside_steps_does_not_hold_them_up() -> None:
+    lonely = async_clockwork()
+    lonely.submit(seconds(1, CLIP), "interactive")
+    lonely.run()
+    waits = beside(async_clockwork(), every=0.137)
+    assert waits[-2] < 3 * lonely.engine.now  # of slots that are all taken
+    assert beside(async_clockwork(asks=False), every=0.137)[-2] > 2 * waits[-2]
+
+
+def test_the_encoder_is_kept_at_work_beside_the_steps() -> None:
+    made = async_clockwork()
+    made.submit(seconds(1000), "bulk")
+    made.run()
+    first, each = AsyncEngine.encode_seconds
+    assert made.engine.now < 1.2 * 1000 * (each + first / AsyncEngine.encoder_batch)

@@ -24,6 +24,12 @@ class AheadEngine(FakeEngine):
     enqueues = finds_words_apart = True
     delay = 0.0
 
+    def encode(self, windows: Any, *, again: bool = False, urgent: bool = False) -> list[Any]:
+        return super().encode(windows, again=again)
+
+    def is_encoded(self, encoded: Any) -> bool:
+        return True
+
     def align_ahead(self, slots: Sequence[FakeSlot], prompts: Any, texts: Any) -> list[tuple[Alignment, bool]]:
         bad = [round(float(slot.pcm[0]), 2) == BAD for slot in slots]
         return list(zip(super().align(slots, prompts, texts), bad, strict=True))

@@ -18,19 +18,19 @@ log = logging.getLogger(__name__)
 _OFTEN = 3
 """Encodings of as many windows before they are recorded, unless they are asked for: recording waits for the device."""
 
-_FEW = 4
+FEW = 4
 """Windows up to which the host, and not the device, is what is waited for."""
 
 
 class EncoderGraphs:
     """``encode`` (batch, bins, frames) → (batch, positions, width), recorded; equal to the bit.
 
-    All graphs share their memory: they run one after the other, on one stream. Where the device refuses to record,
-    ``encode`` itself is called.
+    most: windows at once. priority: of the kernels, as of a stream's; -1 goes before 0. All graphs share their memory:
+    they are to run one after the other, on one stream. Where the device refuses to record, ``encode`` itself is called.
     """
 
-    def __init__(self, encode: Callable[[Tensor], Tensor], most: int) -> None:
-        self._encode, self._most = encode, most
+    def __init__(self, encode: Callable[[Tensor], Tensor], most: int, priority: int = 0) -> None:
+        self._encode, self._most, self._priority = encode, most, priority
         self._pool = torch.cuda.graph_pool_handle()
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._uses: Counter[int] = Counter()
@@ -44,7 +44,7 @@ class EncoderGraphs:
         graph = self._graphs.get(count)
         if graph is None:
             self._uses[count] += 1
-            if self._uses[count] < _OFTEN or count > _FEW or not self.record(features):
+            if self._uses[count] < _OFTEN or count > FEW or not self.record(features):
                 return self._encode(features)
             graph = self._graphs[count]
         assert self._features is not None
@@ -64,7 +64,7 @@ class EncoderGraphs:
         if self._features is None or self._states is None:
             self._features = features.new_zeros(self._most, *features.shape[1:])
             self._states = states.new_zeros(self._most, *states.shape[1:])
-        stream = torch.cuda.Stream(features.device)
+        stream = torch.cuda.Stream(features.device, priority=self._priority)
         stream.wait_stream(torch.cuda.current_stream(features.device))
         graph = torch.cuda.CUDAGraph()
         try:

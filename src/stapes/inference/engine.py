@@ -166,6 +166,14 @@ class AsyncEngine(Protocol):
         """Whether it is one indeed."""
         ...
 
+    def encode(self, windows: Sequence[np.ndarray], *, again: bool = False, urgent: bool = False) -> list[Any]:
+        """`Engine.encode`; urgent: before what is being encoded."""
+        ...
+
+    def is_encoded(self, encoded: Any) -> bool:
+        """Whether the device has come so far: else what is written in slots waits for it when it is admitted."""
+        ...
+
     def align_ahead(
         self, slots: Sequence[Any], prompts: Sequence[Sequence[int]], texts: Sequence[Sequence[int]]
     ) -> list[Any]:

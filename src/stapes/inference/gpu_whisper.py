@@ -20,7 +20,7 @@ from torch import Tensor
 from stapes.audio.features import WINDOW_SAMPLES, log_mel_spectrogram, pad_windows
 from stapes.decoding.align import alignment_cost
 from stapes.devices.rocm import graphs_agree
-from stapes.inference.encoder_graphs import EncoderGraphs
+from stapes.inference.encoder_graphs import FEW, EncoderGraphs
 from stapes.inference.engine import Alignment, DecodeRequest, DecodeResult
 from stapes.inference.gpu_decoder import GpuDecoder, Memory
 from stapes.inference.gpu_encoder import GpuEncoder
@@ -82,11 +82,15 @@ class GpuWhisperEngine(TorchWhisperEngine):
             self._graph_pool = torch.cuda.graph_pool_handle()
         self._staged: list[tuple[Tensor, torch.cuda.Event]] = []
         # Encoding is bound by arithmetic and steps by the memory: beside each other they fill the device. A single slot
-        # has nothing to be written meanwhile, and would pay for memory that streams do not share.
-        side = self.device.type == "cuda" and self.slots > 1
-        self._encoder_stream = torch.cuda.Stream(self.device) if side else None
-        self._words_stream = torch.cuda.Stream(self.device, priority=-1) if self.device.type == "cuda" else None
-        self._encoder_graphs: EncoderGraphs | None = None
+        # has nothing to be written meanwhile, and would pay for memory that streams do not share. A kernel of a higher
+        # priority gets the next processor that is free, so that steps, and what is urgent, pass an encoder at work.
+        on_gpu = self.device.type == "cuda"
+        self._encoder_stream = torch.cuda.Stream(self.device) if on_gpu and self.slots > 1 else None
+        self._urgent_stream = torch.cuda.Stream(self.device, priority=-1) if on_gpu and self.slots > 1 else None
+        self._words_stream = torch.cuda.Stream(self.device, priority=-1) if on_gpu else None
+        self.stream = torch.cuda.Stream(self.device, priority=-1) if on_gpu else None
+        """Of the thread that drives the engine."""
+        self._encoder_graphs: dict[bool, EncoderGraphs] = {}
 
     @property
     def keeps_thread(self) -> bool:
@@ -99,26 +103,34 @@ class GpuWhisperEngine(TorchWhisperEngine):
         self.decoder = GpuDecoder(self.model.decoder, self.model.config)
 
     @torch.inference_mode()
-    def encode(self, windows: Sequence[np.ndarray], *, again: bool = False) -> list[Encoding]:
+    def encode(self, windows: Sequence[np.ndarray], *, again: bool = False, urgent: bool = False) -> list[Encoding]:
         """Samples of up to 30 s each → the encoder's states of each."""
         lengths = [len(window) for window in windows] if again else None
-        with torch.cuda.stream(self._encoder_stream):  # does nothing for None
-            states = self._encode(self._to_device(windows), lengths)
+        stream = self._urgent_stream if urgent else self._encoder_stream
+        with torch.cuda.stream(stream):  # does nothing for None
+            features = self._features(self._to_device(windows), lengths)
+            graphs = self._graphs_of_encoder(urgent)
+            states = self.encoder(features) if graphs is None else graphs(features)
             ready = None
-            if self._encoder_stream is not None:
+            if stream is not None:
                 ready = torch.cuda.Event()
                 ready.record()
         return [Encoding(row, ready) for row in states]
 
-    def _encode(self, pcm: Tensor, lengths: list[int] | None) -> Tensor:
-        features = log_mel_spectrogram(pcm, self.model.config.mel_bins, lengths).to(self.dtype)
-        graphs = self._graphs_of_encoder()
-        return self.encoder(features) if graphs is None else graphs(features)
+    def is_encoded(self, encoded: Encoding) -> bool:
+        """Whether the device has come so far."""
+        return encoded.ready is None or encoded.ready.query()
 
-    def _graphs_of_encoder(self) -> EncoderGraphs | None:
-        if self._graph_pool is not None and self._encoder_graphs is None:
-            self._encoder_graphs = EncoderGraphs(self.encoder, self.encoder_batch)
-        return self._encoder_graphs
+    def _features(self, pcm: Tensor, lengths: list[int] | None = None) -> Tensor:
+        return log_mel_spectrogram(pcm, self.model.config.mel_bins, lengths).to(self.dtype)
+
+    def _graphs_of_encoder(self, urgent: bool) -> EncoderGraphs | None:
+        if self._graph_pool is None:
+            return None
+        if urgent not in self._encoder_graphs:
+            most, priority = (min(FEW, self.encoder_batch), -1) if urgent else (self.encoder_batch, 0)
+            self._encoder_graphs[urgent] = EncoderGraphs(self.encoder, most, priority)
+        return self._encoder_graphs[urgent]
 
     def _states(self, encoded: Sequence[Encoding]) -> Tensor:
         """(windows, 1500, width), for the stream of the decoder."""
@@ -315,7 +327,9 @@ class GpuWhisperEngine(TorchWhisperEngine):
         silence = np.zeros(WINDOW_SAMPLES, dtype=np.float32)
         for size in range(1, self.encoder_batch + 1):
             self.encode([silence] * size)
-            self._record_encoder(size)
+            self._record_encoder(size, urgent=False)
+        for size in range(1, min(FEW, self.encoder_batch) + 1):
+            self._record_encoder(size, urgent=True)
         (encoded,) = self.encode([silence], again=True)
         (encoded,) = self.encode([silence])
         self.detect_language([encoded])
@@ -332,13 +346,12 @@ class GpuWhisperEngine(TorchWhisperEngine):
             torch.cuda.synchronize(self.device)
             torch.cuda.empty_cache()
 
-    def _record_encoder(self, size: int) -> None:
-        graphs = self._graphs_of_encoder()
+    def _record_encoder(self, size: int, *, urgent: bool) -> None:
+        graphs = self._graphs_of_encoder(urgent)
         if graphs is None:
             return
-        with torch.cuda.stream(self._encoder_stream):
-            pcm = torch.zeros(size, WINDOW_SAMPLES, device=self.device)
-            graphs.record(log_mel_spectrogram(pcm, self.model.config.mel_bins).to(self.dtype))
+        with torch.cuda.stream(self._urgent_stream if urgent else self._encoder_stream):
+            graphs.record(self._features(torch.zeros(size, WINDOW_SAMPLES, device=self.device)))
 
     def _warm_up_lane(self, request: DecodeRequest, encoded: Encoding) -> None:
         lane, longest = self._lane(request), self.model.config.text_context // 2
@@ -366,7 +379,7 @@ class GpuWhisperEngine(TorchWhisperEngine):
         for lane in self._gpu_lanes():
             lane.close()
         self.lanes.clear()
-        self.memory, self.free_rows, self._encoder_graphs = [], [], None
+        self.memory, self.free_rows, self._encoder_graphs = [], [], {}
 
 
 def _fill(batch: Tensor, windows: Sequence[np.ndarray]) -> None:

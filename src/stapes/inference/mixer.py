@@ -49,7 +49,11 @@ class Mixer:
         self._enqueues: bool = engine.enqueues
         self._is_serial: bool = getattr(engine, "is_serial", False)
         apart = getattr(engine, "finds_words_apart", False)
-        self.words = WordFinder(cast("AsyncEngine", engine)) if apart else None
+        self._async = cast("AsyncEngine", engine) if apart else None
+        self.words = None
+        if self._async is not None:
+            self.words = WordFinder(self._async)
+            self.queues.is_encoded = self._is_encoded
 
     @property
     def requests(self) -> list[Request]:
@@ -160,7 +164,15 @@ class Mixer:
                 queue.staged.append(task)
 
     def _encode(self, tasks: Sequence[Task]) -> None:
-        self._take_in(tasks, self.engine.encode([task.window.sound for task in tasks]))
+        sounds = [task.window.sound for task in tasks]
+        if self._async is not None and tasks[0].owner.priority == "interactive":
+            self._take_in(tasks, self._async.encode(sounds, urgent=True))
+        else:
+            self._take_in(tasks, self.engine.encode(sounds))
+
+    def _is_encoded(self, task: Task) -> bool:
+        assert self._async is not None
+        return self._async.is_encoded(task.window.encoded)
 
     def _encode_parts(self, task: Task, *, again: bool = False) -> bool:
         """Go on with encoding a bulk window: by one part while interactive ones are on their way, else until somebody
@@ -383,7 +395,8 @@ class Mixer:
             if self.words is None:
                 alignments = self.engine.align(slots, prompts, texts)
             else:
-                alignments = cast("AsyncEngine", self.engine).align_ahead(slots, prompts, texts)
+                assert self._async is not None
+                alignments = self._async.align_ahead(slots, prompts, texts)
         except Exception as error:
             if len(wanted) > 1:
                 return [found for each in wanted if not each[1].owner.ended for found in self._add_words([each])]

@@ -12,6 +12,9 @@ The rules, which `Mixer` carries out:
 - Windows are encoded at once where a slot may be free for them, and in full batches where all are taken. While
   interactive windows are being written, bulk ones are encoded in half batches, one at a scheduling point: so those take
   about twice as long as alone, and bulk loses next to nothing. While interactive ones wait, the batch is an eighth.
+- On an engine whose device works while the host does something else, windows enter slots when the device is done with
+  their encoding, so that what is being written does not wait for it. Meanwhile bulk ones gather to a batch, of which
+  two at most are on the device.
 - On a serial engine, where every window costs time of its own, interactive windows have slots of their own, and while
   any is written, bulk has one scheduling point in eight: a step of its slots, and a part of a window's encoding, which
   goes layer by layer. So an interactive one never waits for a whole window, and pays for no other's steps.
@@ -24,7 +27,7 @@ The rules, which `Mixer` carries out:
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -76,6 +79,9 @@ class Queues:
         self.interactive, self.bulk = Queue(), Queue()
         self.slots = 0
         """How many the engine has: a request that may have as many needs no watching."""
+
+        self.is_encoded: Callable[[Task], bool] = lambda task: True
+        """Whether the device is done with what was put before it, so that nothing waits when it enters a slot."""
 
         self.points = 0
         """Scheduling points so far."""
@@ -150,15 +156,18 @@ class Queues:
 
     def waiting(self, queue: Queue) -> int:
         """New windows of a class that wait for nothing but a slot."""
-        return sum(1 for _ in self._within_limits(queue.fresh))
+        return sum(map(self.is_encoded, self._within_limits(queue.fresh)))
 
     def _is_due(self, queue: Queue, batch: int) -> bool:
         # Those that are to be tried again wait for slots of another kind: they must not keep new ones from theirs.
         waiting = self.waiting(queue)
         if waiting >= batch or not self.wants_more(queue):
             return False
-        # Encoded ones that wait have found no slot: there is time for a full batch.
-        return len(queue.staged) >= (batch if waiting else 1)
+        on_device = sum(1 for _ in self._within_limits(queue.fresh)) - waiting if queue is self.bulk else 0
+        if on_device > batch:
+            return False
+        # Encoded ones that wait have found no slot, and those on the device come first: there is time for a full batch.
+        return len(queue.staged) >= (batch if waiting or on_device else 1)
 
     def group_size(self, kind: Kind, batch: int) -> int:
         """How many bulk windows of a kind are to enter slots together: an eighth of the slots, an encoder batch."""
@@ -178,6 +187,8 @@ class Queues:
         """The windows of a kind that get its free slots, so many. is_idle: there is nothing in any slot."""
         first = list(self._within_limits(self.interactive.ready(kind)))
         then = list(self._within_limits(self.bulk.ready(kind)))
+        if not is_idle:
+            then = list(filter(self.is_encoded, then))
         if not first and not is_idle and room < min(self.group_size(kind, batch), len(then)):
             return []
         group = [*first, *then][:room]
