@@ -99,6 +99,20 @@ def test_captured_steps_are_what_eager_ones_are() -> None:
         assert results[0][number].avg_logprob == results[1][number].avg_logprob
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_a_recorded_encoder_is_what_the_eager_one_is(dtype: torch.dtype) -> None:
+    recorded, eager = on_gpu(dtype), on_gpu(dtype)
+    eager._graph_pool = None
+    recorded.warm_up()
+    assert len(recorded._encoder_graphs) == 2
+    sound = many(recorded.encoder_batch)
+    for count, urgent in [*((count, False) for count in range(1, len(sound) + 1)), (1, True), (3, True)]:
+        for _ in range(2):  # a replay leaves nothing behind
+            pairs = zip(recorded.encode(sound[:count], urgent=urgent), eager.encode(sound[:count]), strict=True)
+            torch.cuda.synchronize()
+            assert all(torch.equal(one.states, other.states) for one, other in pairs)
+
+
 def test_caches_are_given_back() -> None:
     engine = on_gpu()
     write(engine, list(range(8)), [engine.encode([window])[0] for window in many(8)], random.Random(4))

@@ -30,7 +30,7 @@ class EncoderGraphs:
     """
 
     def __init__(self, encode: Callable[[Tensor], Tensor], most: int, priority: int = 0) -> None:
-        self._encode, self._most, self._priority = encode, most, priority
+        self._encode, self.most, self._priority = encode, most, priority
         self._pool = torch.cuda.graph_pool_handle()
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._uses: Counter[int] = Counter()
@@ -56,14 +56,14 @@ class EncoderGraphs:
     def record(self, features: Tensor) -> bool:
         """Record the work on as many windows as these. Whether it could be."""
         count = len(features)
-        if self._refused or count > self._most:
+        if self._refused or count > self.most:
             return False
         if count in self._graphs:
             return True
         states = self._encode(features)  # compiles kernels, and fetches what they read
         if self._features is None or self._states is None:
-            self._features = features.new_zeros(self._most, *features.shape[1:])
-            self._states = states.new_zeros(self._most, *states.shape[1:])
+            self._features = features.new_zeros(self.most, *features.shape[1:])
+            self._states = states.new_zeros(self.most, *states.shape[1:])
         stream = torch.cuda.Stream(features.device, priority=self._priority)
         stream.wait_stream(torch.cuda.current_stream(features.device))
         graph = torch.cuda.CUDAGraph()

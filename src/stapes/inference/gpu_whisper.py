@@ -90,7 +90,7 @@ class GpuWhisperEngine(TorchWhisperEngine):
         self._words_stream = torch.cuda.Stream(self.device, priority=-1) if on_gpu else None
         self.stream = torch.cuda.Stream(self.device, priority=-1) if on_gpu else None
         """Of the thread that drives the engine."""
-        self._encoder_graphs: dict[bool, EncoderGraphs] = {}
+        self._encoder_graphs: dict[int, EncoderGraphs] = {}
 
     @property
     def keeps_thread(self) -> bool:
@@ -108,9 +108,7 @@ class GpuWhisperEngine(TorchWhisperEngine):
         lengths = [len(window) for window in windows] if again else None
         stream = self._urgent_stream if urgent else self._encoder_stream
         with torch.cuda.stream(stream):  # does nothing for None
-            features = self._features(self._to_device(windows), lengths)
-            graphs = self._graphs_of_encoder(urgent)
-            states = self.encoder(features) if graphs is None else graphs(features)
+            states = self._encode(self._to_device(windows), lengths)
             ready = None
             if stream is not None:
                 ready = torch.cuda.Event()
@@ -121,16 +119,20 @@ class GpuWhisperEngine(TorchWhisperEngine):
         """Whether the device has come so far."""
         return encoded.ready is None or encoded.ready.query()
 
-    def _features(self, pcm: Tensor, lengths: list[int] | None = None) -> Tensor:
-        return log_mel_spectrogram(pcm, self.model.config.mel_bins, lengths).to(self.dtype)
+    def _encode(self, pcm: Tensor, lengths: list[int] | None) -> Tensor:
+        features = log_mel_spectrogram(pcm, self.model.config.mel_bins, lengths).to(self.dtype)
+        graphs = self._graphs_of_encoder()
+        return self.encoder(features) if graphs is None else graphs(features)
 
-    def _graphs_of_encoder(self, urgent: bool) -> EncoderGraphs | None:
+    def _graphs_of_encoder(self) -> EncoderGraphs | None:
+        """Those for the current stream: of urgent windows there are few at once."""
         if self._graph_pool is None:
             return None
-        if urgent not in self._encoder_graphs:
-            most, priority = (min(FEW, self.encoder_batch), -1) if urgent else (self.encoder_batch, 0)
-            self._encoder_graphs[urgent] = EncoderGraphs(self.encoder, most, priority)
-        return self._encoder_graphs[urgent]
+        priority = torch.cuda.current_stream(self.device).priority
+        if priority not in self._encoder_graphs:
+            most = min(FEW, self.encoder_batch) if priority else self.encoder_batch
+            self._encoder_graphs[priority] = EncoderGraphs(self.encoder, most, priority)
+        return self._encoder_graphs[priority]
 
     def _states(self, encoded: Sequence[Encoding]) -> Tensor:
         """(windows, 1500, width), for the stream of the decoder."""
@@ -327,9 +329,7 @@ class GpuWhisperEngine(TorchWhisperEngine):
         silence = np.zeros(WINDOW_SAMPLES, dtype=np.float32)
         for size in range(1, self.encoder_batch + 1):
             self.encode([silence] * size)
-            self._record_encoder(size, urgent=False)
-        for size in range(1, min(FEW, self.encoder_batch) + 1):
-            self._record_encoder(size, urgent=True)
+        self._record_encoder()
         (encoded,) = self.encode([silence], again=True)
         (encoded,) = self.encode([silence])
         self.detect_language([encoded])
@@ -346,12 +346,16 @@ class GpuWhisperEngine(TorchWhisperEngine):
             torch.cuda.synchronize(self.device)
             torch.cuda.empty_cache()
 
-    def _record_encoder(self, size: int, *, urgent: bool) -> None:
-        graphs = self._graphs_of_encoder(urgent)
-        if graphs is None:
-            return
-        with torch.cuda.stream(self._urgent_stream if urgent else self._encoder_stream):
-            graphs.record(self._features(torch.zeros(size, WINDOW_SAMPLES, device=self.device)))
+    def _record_encoder(self) -> None:
+        for stream in (self._encoder_stream, self._urgent_stream):
+            with torch.cuda.stream(stream):  # does nothing for None
+                graphs = self._graphs_of_encoder()
+                if graphs is None:
+                    return
+                for size in range(1, graphs.most + 1):
+                    silence = torch.zeros(size, WINDOW_SAMPLES, device=self.device)
+                    features = log_mel_spectrogram(silence, self.model.config.mel_bins)
+                    graphs.record(features.to(self.dtype))
 
     def _warm_up_lane(self, request: DecodeRequest, encoded: Encoding) -> None:
         lane, longest = self._lane(request), self.model.config.text_context // 2
