@@ -63,4 +63,4 @@ def test_peak_is_under_1_3_times_the_weights(tmp_path, name, format):
     result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     growth = float(result.stdout)
     print(f"{name} as {format}: {growth:.0f} MiB, {growth / size:.3f} × the weights' {size:.1f} MiB")
-    assert size < growth < 1.3 * size
+    assert size / 2 < growth < 1.3 * size  # half, where a CPU multiplies with weights in fp16

@@ -218,8 +218,9 @@ def test_words_are_counted_and_too_many_errors_refused(ctc: tuple[Path, Path], t
     assert report.wer_change == pytest.approx(report.after.wer - report.before.wer)
     assert report.as_json()["size_ratio"] < 1
     strict = QuantizeSettings(scheme=scheme, manifest=str(rows), max_wer_change=-1000.0)
-    with pytest.raises(ModelError, match="nothing was written"):
+    with pytest.raises(ModelError, match="nothing was written") as caught:
         quantize("onnx", catalog.Location(ctc[1]), tmp_path / "refused", strict)
+    assert ("take --scheme int8," in str(caught.value)) == (scheme == "int8-static")
     assert not (tmp_path / "refused").exists()
 
 

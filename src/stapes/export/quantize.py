@@ -273,9 +273,12 @@ def _refuse_beyond(report: QuantizeReport, settings: QuantizeSettings) -> None:
     assert report.before is not None
     assert report.after is not None
     if change > settings.max_wer_change:
+        # Every layer loses a little by a fixed range, so that keeping the worst ones helps less than rows of their own.
+        static = settings.scheme == "int8-static"
+        instead = "take --scheme int8, whose activations are scaled row by row, or " if static else ""
         worst = ", ".join(f"{name} {error:.2f}" for name, error in list(report.errors.items())[:3])
         raise ModelError(
             f"{settings.scheme} makes {report.model} worse by {change:.2f} points ({report.before.wer:.2f} to "
             f"{report.after.wer:.2f} %), more than --max-wer-change {settings.max_wer_change:g}: nothing was written; "
-            f"keep more layers with a smaller --sensitive (worst: {worst})"
+            f"{instead}keep more layers with a smaller --sensitive (worst: {worst})"
         )

@@ -1,8 +1,7 @@
 """Whisper's decoder on packed layers, with few operations for each token.
 
 A step over a few windows is hundreds of small operations, and calling them takes as long as a third of the reading of
-weights. So query, key and value are one product, residual sums are added by the product before them, and what all
-layers need is made once.
+weights. So residual sums are added by the product before them, and what all layers need is made once.
 """
 
 from __future__ import annotations
@@ -15,41 +14,73 @@ from torch import Tensor, nn
 
 from stapes.inference.packed import PackedLinear, PackedMLP
 from stapes.inference.packed_memory import PackedCrossAttention, PackedRows
-from stapes.models.whisper import DecoderLayer, KeyValue, TextDecoder
+from stapes.models.whisper import CrossAttention, DecoderLayer, KeyValue, TextDecoder
 
-_add_product = torch.ops.mkldnn._linear_pointwise.binary
+
+class CpuCrossAttention(nn.Module):
+    """Cross-attention in fp32 by two batched products: flash attention has nothing to tile for a single query.
+
+    Keys and values lie with the states last. A query's products then take half of the time that they take where the
+    head's width is last (Whisper base, MKL on an EPYC with AVX2).
+    """
+
+    def __init__(self, cross: CrossAttention) -> None:
+        super().__init__()
+        self.heads = cross.heads
+        self.query, self.key, self.value, self.out = cross.query, cross.key, cross.value, cross.out
+
+    def keys_values(self, states: Tensor) -> tuple[Tensor, Tensor]:
+        """As `Attention.keys_values`, but each (rows, heads, head width, 1500)."""
+        return self._split(self.key(states)), self._split(self.value(states))
+
+    def _split(self, x: Tensor) -> Tensor:
+        """(rows, positions, width) → (rows, heads, head width, positions)."""
+        return x.unflatten(-1, (self.heads, -1)).permute(0, 2, 3, 1)
+
+    def forward(
+        self, x: Tensor, keys: Tensor, values: Tensor, heads: Sequence[int] | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """As `CrossAttention.forward`."""
+        query = self.query(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        scores = (query * query.shape[-1] ** -0.5) @ keys
+        attended = scores.softmax(dim=-1) @ values.transpose(-1, -2)
+        return self.out(attended.transpose(1, 2).flatten(2)), scores[:, list(heads)] if heads else None
 
 
 class _Layer(nn.Module):
-    def __init__(self, layer: DecoderLayer) -> None:
+    def __init__(self, layer: DecoderLayer, dtype: torch.dtype) -> None:
         super().__init__()
         attention, mlp = layer.attention, layer.mlp
         assert isinstance(mlp, PackedMLP)
+        assert isinstance(mlp.down, PackedLinear)
         assert isinstance(attention.out, PackedLinear)
         self.attention_norm, self.cross_attention_norm = layer.attention_norm, layer.cross_attention_norm
         self.mlp_norm = layer.mlp_norm
         self.heads = attention.heads
         self.query, self.key, self.value, self.out = attention.query, attention.key, attention.value, attention.out
-        self.cross_attention = PackedCrossAttention(layer.cross_attention)
+        cross = CpuCrossAttention if dtype == torch.float32 else PackedCrossAttention
+        self.cross_attention = cross(layer.cross_attention)
         self.up, self.down = mlp.up, mlp.down
 
 
 class CpuTextDecoder(nn.Module):
-    """Does what `TextDecoder` does, with what `PackedCrossAttention` keeps of the encoder's states."""
+    """Does what `TextDecoder` does, with what the layers' cross-attention keeps of the encoder's states."""
 
     def __init__(self, decoder: TextDecoder) -> None:
         super().__init__()
         self.embedding, self.positions = decoder.embedding, decoder.positions
         self.norm, self.projection = decoder.norm, decoder.projection
         layers = [layer for layer in decoder.layers if isinstance(layer, DecoderLayer)]
-        self.layers = nn.ModuleList(_Layer(layer) for layer in layers)
+        self.layers = nn.ModuleList(_Layer(layer, decoder.positions.dtype) for layer in layers)
 
-    def memory(self, states: Tensor) -> list[PackedRows]:
+    def memory(self, states: Tensor) -> list[Tensor] | list[PackedRows]:
         """As `TextDecoder.memory`."""
-        out: list[PackedRows] = []
+        out: list = []
         for layer in self.layers:
             assert isinstance(layer, _Layer)
-            out += layer.cross_attention.keys_values(states)
+            cross = layer.cross_attention
+            assert isinstance(cross, CpuCrossAttention | PackedCrossAttention)
+            out += cross.keys_values(states)
         return out
 
     def forward(
@@ -57,7 +88,7 @@ class CpuTextDecoder(nn.Module):
         tokens: Tensor,
         positions: Tensor,
         self_cache: Sequence[KeyValue],
-        memory: Sequence[PackedRows],
+        memory: Sequence[Tensor] | Sequence[PackedRows],
         mask: Tensor,
         attention_heads: Mapping[int, Sequence[int]] | None = None,
     ) -> tuple[Tensor, Tensor | None]:
@@ -78,7 +109,7 @@ class CpuTextDecoder(nn.Module):
             values[rows, :, positions] = layer.value(normed).view(shape)
             query = layer.query(normed).view(shape).transpose(1, 2)
             attended = _look_back(query, keys[:, :, :span], values[:, :, :span], hidden)
-            x = _add_product(attended.transpose(1, 2).flatten(2), x, layer.out.weight, layer.out.bias, "add")
+            x = layer.out.add(attended.transpose(1, 2).flatten(2), x)
 
             normed = layer.cross_attention_norm(x).view(windows, -1, width)
             heads = attention_heads.get(index) if attention_heads else None
@@ -86,7 +117,7 @@ class CpuTextDecoder(nn.Module):
             if score is not None:
                 scores.append(score)
             x = x + attended.view(batch, count, width)
-            x = _add_product(layer.up(layer.mlp_norm(x)), x, layer.down.weight, layer.down.bias, "add")
+            x = layer.down.add(layer.up(layer.mlp_norm(x)), x)
         return self.norm(x), torch.cat(scores, dim=1) if scores else None
 
     def logits(self, states: Tensor) -> Tensor:
@@ -97,8 +128,9 @@ class CpuTextDecoder(nn.Module):
 
 def _look_back(query: Tensor, keys: Tensor, values: Tensor, hidden: Tensor) -> Tensor:
     """Attention of (batch, heads, queries, head width) over what was written; ``hidden``: minus infinity where not."""
-    if query.shape[2] > 1:
+    if query.shape[2] > 1 or query.dtype == torch.float32:
         return F.scaled_dot_product_attention(query, keys, values, attn_mask=hidden)
-    # For one query, products and sums as they stand take 0.4 of the time: nothing is laid out for it first.
+    # For one query in bf16, products and sums as they stand take 0.4 of the time: nothing is laid out for it first. In
+    # fp32 they take twice as long.
     scores = (keys * (query * query.shape[-1] ** -0.5)).sum(dim=-1) + hidden[:, :, 0]
     return (values * scores.softmax(dim=-1)[..., None]).sum(dim=2, keepdim=True)
