@@ -167,7 +167,8 @@ class AsyncEngine(Protocol):
         ...
 
     def encode(self, windows: Sequence[np.ndarray], *, again: bool = False, urgent: bool = False) -> list[Any]:
-        """`Engine.encode`; urgent: before what is being encoded."""
+        """`Engine.encode`; urgent: before what is being encoded, and
+        beside what is being written, which is the slower for it."""
         ...
 
     def is_encoded(self, encoded: Any) -> bool:

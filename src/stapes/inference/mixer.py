@@ -165,7 +165,8 @@ class Mixer:
 
     def _encode(self, tasks: Sequence[Task]) -> None:
         sounds = [task.window.sound for task in tasks]
-        if self._async is not None and tasks[0].owner.priority == "interactive":
+        interactive = tasks[0].owner.priority == "interactive"
+        if self._async is not None and interactive and self.queues.is_bulk_on_device:
             self._take_in(tasks, self._async.encode(sounds, urgent=True))
         else:
             self._take_in(tasks, self.engine.encode(sounds))

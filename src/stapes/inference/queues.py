@@ -154,6 +154,11 @@ class Queues:
             return []
         return [queue.staged.popleft() for _ in range(min(most, len(queue.staged)))]
 
+    @property
+    def is_bulk_on_device(self) -> bool:
+        """Whether bulk windows are being encoded, which others would wait for."""
+        return not all(map(self.is_encoded, self.bulk.fresh))
+
     def waiting(self, queue: Queue) -> int:
         """New windows of a class that wait for nothing but a slot."""
         return sum(map(self.is_encoded, self._within_limits(queue.fresh)))
