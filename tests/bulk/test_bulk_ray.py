@@ -34,11 +34,13 @@ def cluster(workers_find_the_engine: None) -> Iterator[Any]:
 def test_two_nodes_write_what_one_machine_writes(cluster: Any, tmp_path: Path) -> None:
     folder, model = tmp_path / "in", made_model(tmp_path)
     write_recordings(folder, 18)
+    write_recordings(folder / "long", 2, seconds=61)  # each in a task of its own
     (folder / "text.wav").write_text("no sound")
     local = fake_job([folder], tmp_path / "local", model, **SHARDS)
     spread = fake_job([folder], tmp_path / "ray", model, workers=2, ray=cluster.address, **SHARDS)
     assert shard_bytes(tmp_path / "ray") == shard_bytes(tmp_path / "local")
     assert spread["errors"] == local["errors"] == {"audio": 1}
+    assert {row["status"] for id, row in rows_of(tmp_path / "ray").items() if "long" in id} == {"ok"}
 
 
 def test_losing_an_actor_and_a_node_loses_no_recording(cluster: Any, tmp_path: Path) -> None:

@@ -235,7 +235,8 @@ def _decode_group(requests: Sequence[dict[str, Any]], speech: bool) -> list[list
 
 def _decode_stream(request: dict[str, Any], speech: bool) -> Iterator[np.ndarray]:
     """The task for a long recording: its messages one after another."""
-    yield from map(_as_array, _decoder(speech).answer(request))
+    for message in _decoder(speech).answer(request):  # Ray sends into the generator, which a `map` would not take
+        yield _as_array(message)
 
 
 def _as_array(message: bytes) -> np.ndarray:
@@ -368,6 +369,7 @@ class _StreamFeed:
 
 
 def _reason(error: Exception) -> str:
-    """The kind of an error of Ray and what it says first."""
+    """The kind of an error of Ray and what it says first; of a task that raised, what it raised."""
+    error = getattr(error, "cause", None) or error
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
