@@ -236,3 +236,19 @@ def test_the_encoder_is_kept_at_work_beside_the_steps() -> None:
     made.run()
     first, each = AsyncEngine.encode_seconds
     assert made.engine.now < 1.2 * 1000 * (each + first / AsyncEngine.encoder_batch)
+
+
+@pytest.mark.parametrize("priority", ["interactive", "bulk"])
+def test_few_windows_are_on_the_device(priority: Any) -> None:
+    made = async_clockwork(rows=2)
+    made.submit(seconds(400, CLIP), priority)
+    most = 0
+
+    def look() -> None:
+        nonlocal most
+        most = max(most, len(made.mixer.queues.interactive.fresh) + len(made.mixer.queues.bulk.fresh))
+
+    for number in range(200):
+        made.at(0.01 * number, look)
+    made.run()
+    assert 0 < most <= 3 * AsyncEngine.encoder_batch

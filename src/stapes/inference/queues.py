@@ -168,11 +168,12 @@ class Queues:
         waiting = self.waiting(queue)
         if waiting >= batch or not self.wants_more(queue):
             return False
-        on_device = sum(1 for _ in self._within_limits(queue.fresh)) - waiting if queue is self.bulk else 0
+        on_device = sum(1 for _ in self._within_limits(queue.fresh)) - waiting
         if on_device > batch:
             return False
         # Encoded ones that wait have found no slot, and those on the device come first: there is time for a full batch.
-        return len(queue.staged) >= (batch if waiting or on_device else 1)
+        is_early = waiting or (on_device and queue is self.bulk)
+        return len(queue.staged) >= (batch if is_early else 1)
 
     def group_size(self, kind: Kind, batch: int) -> int:
         """How many bulk windows of a kind are to enter slots together: an eighth of the slots, an encoder batch."""
