@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import signal
 
+import hypothesis
 import pytest
 
 from shared_data import DATA
+
+# How long an example takes says nothing where others use the same processors.
+hypothesis.settings.register_profile("suite", deadline=None)
+hypothesis.settings.load_profile("suite")
 
 
 def pytest_configure(config: pytest.Config) -> None:
