@@ -58,7 +58,7 @@ class PackedLinear(nn.Module):
 
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
         """``residual`` and what the layer makes of ``x``."""
-        raise NotImplementedError
+        return self(x).add_(residual)
 
 
 class OneDnnLinear(PackedLinear):
@@ -85,9 +85,6 @@ class HalfLinear(PackedLinear):
     def forward(self, x: Tensor) -> Tensor:
         y = _half_linear(x, self.weight)
         return F.gelu(y) if self.activation == "gelu" else y
-
-    def add(self, x: Tensor, residual: Tensor) -> Tensor:
-        return _half_linear(x, self.weight).add_(residual)
 
 
 def pack_linear(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> PackedLinear:

@@ -165,11 +165,10 @@ class Queues:
 
     def _is_due(self, queue: Queue, batch: int) -> bool:
         # Those that are to be tried again wait for slots of another kind: they must not keep new ones from theirs.
-        waiting = self.waiting(queue)
-        if waiting >= batch or not self.wants_more(queue):
-            return False
-        on_device = sum(1 for _ in self._within_limits(queue.fresh)) - waiting
-        if on_device > batch:
+        encoded = [self.is_encoded(task) for task in self._within_limits(queue.fresh)]
+        waiting = sum(encoded)
+        on_device = len(encoded) - waiting
+        if waiting >= batch or on_device > batch or not self.wants_more(queue):
             return False
         # Encoded ones that wait have found no slot, and those on the device come first: there is time for a full batch.
         is_early = waiting or (on_device and queue is self.bulk)
